@@ -1,0 +1,252 @@
+"""`CacheConfig`: the geometry of a cache, and the bytes it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.formats import ENCODINGS, ROTATIONS, Encoding, Format, Rotation, SideSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """The static description of one layer of a cache: heads and both sides."""
+
+    num_kv_heads: int
+    k: SideSpec
+    v: SideSpec
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one key head."""
+        return self.k.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Elements of one value head."""
+        return self.v.head_dim
+
+    @property
+    def format(self) -> Format:
+        """Both storage formats."""
+        return Format(self.k.format, self.v.format)
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, expected an int")
+    if value <= 0:
+        raise ValueError(f"{name}: got {value}, expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Geometry and formats of a cache. Hashable: it is the static part of every cache state.
+
+    Attributes:
+      num_layers: layers that hold keys and values.
+      num_kv_heads: key/value heads of a layer.
+      head_dim: elements of one key head, a multiple of 16.
+      v_head_dim: elements of one value head; None means `head_dim`.
+      block_size: tokens of one block, 8 to 256, a multiple of 8.
+      num_blocks: blocks of the pool. One block id addresses the same block in every layer.
+      max_sequences: sequence slots, S.
+      max_blocks_per_sequence: columns of the block table, M.
+      format: a format name or a `Format`.
+      layer_formats: formats of the first layers; later layers take `format`.
+      layer_dims: (num_kv_heads, head_dim) or (num_kv_heads, head_dim, v_head_dim) of the first
+        layers; later layers take the default.
+      encoding: "searched" (default) or "reference".
+      rotation: "signs" (default) or "hadamard", for rotated formats.
+      trace_events: last events kept per block; 0 keeps none and costs nothing.
+      debug: raise on corruption-class faults where they happen.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_sequences: int = 8
+    max_blocks_per_sequence: int = 128
+    format: Format | str = "bf16"
+    layer_formats: tuple[Format | str, ...] = ()
+    layer_dims: tuple[tuple[int, ...], ...] = ()
+    encoding: Encoding = "searched"
+    rotation: Rotation = "signs"
+    trace_events: int = 0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "num_kv_heads",
+            "head_dim",
+            "block_size",
+            "num_blocks",
+            "max_sequences",
+            "max_blocks_per_sequence",
+        ):
+            _positive(name, getattr(self, name))
+        if self.v_head_dim is not None:
+            _positive("v_head_dim", self.v_head_dim)
+        self._normalize()
+        self._check_block_geometry()
+        self._check_options()
+        for layer in range(self.num_layers):
+            self.layer(layer)
+
+    def _normalize(self) -> None:
+        put = functools.partial(object.__setattr__, self)
+        put("format", Format.parse(self.format))
+        put("layer_formats", tuple(Format.parse(f) for f in self.layer_formats))
+        put("layer_dims", tuple(tuple(d) for d in self.layer_dims))
+        for name in ("layer_formats", "layer_dims"):
+            if len(getattr(self, name)) > self.num_layers:
+                raise ValueError(
+                    f"{name}: got {len(getattr(self, name))} entries, expected at most "
+                    f"num_layers = {self.num_layers}"
+                )
+        for layer, dims in enumerate(self.layer_dims):
+            if len(dims) not in (2, 3):
+                raise ValueError(
+                    f"layer_dims[{layer}]: got {dims}, expected (num_kv_heads, head_dim) or "
+                    "(num_kv_heads, head_dim, v_head_dim)"
+                )
+            for value in dims:
+                _positive(f"layer_dims[{layer}]", value)
+
+    def _check_block_geometry(self) -> None:
+        if self.block_size % 8 or self.block_size > 256:
+            raise ValueError(
+                f"block_size: got {self.block_size}, expected a multiple of 8 up to 256"
+            )
+        if self.num_blocks * self.block_size > 2**31 - 1:
+            raise ValueError(
+                f"num_blocks: got {self.num_blocks}, expected num_blocks * block_size < 2^31 "
+                f"(token slots are int32; block_size = {self.block_size})"
+            )
+        if self.max_blocks_per_sequence * self.block_size > 2**31 - 1:
+            raise ValueError(
+                f"max_blocks_per_sequence: got {self.max_blocks_per_sequence}, expected "
+                "max_blocks_per_sequence * block_size < 2^31 (positions are int32)"
+            )
+
+    def _check_options(self) -> None:
+        if self.encoding not in ENCODINGS:
+            raise ValueError(f"encoding: got {self.encoding!r}, expected one of {ENCODINGS}")
+        if self.rotation not in ROTATIONS:
+            raise ValueError(f"rotation: got {self.rotation!r}, expected one of {ROTATIONS}")
+        if not isinstance(self.trace_events, int) or not 0 <= self.trace_events <= 1024:
+            raise ValueError(
+                f"trace_events: got {self.trace_events!r}, expected an int from 0 to 1024"
+            )
+
+    def layer_format(self, layer: int) -> Format:
+        """The format of a layer."""
+        self._check_layer(layer)
+        chosen = self.layer_formats[layer] if layer < len(self.layer_formats) else self.format
+        return Format.parse(chosen)
+
+    def layer(self, layer: int) -> LayerSpec:
+        """The static description of a layer.
+
+        Raises:
+          TypeError: `layer` is not a Python int (a traced layer index is not supported).
+          ValueError: there is no such layer, or its head_dim is not a multiple of 16.
+        """
+        self._check_layer(layer)
+        fmt = self.layer_format(layer)
+        dims: tuple[int | None, ...] = (self.num_kv_heads, self.head_dim, self.v_head_dim)
+        if layer < len(self.layer_dims):
+            dims = (*self.layer_dims[layer], None)[:3]
+        heads, k_dim, v_dim = dims
+        assert heads is not None and k_dim is not None
+        side = functools.partial(SideSpec, encoding=self.encoding, rotation=self.rotation)
+        return LayerSpec(heads, side(fmt.k, k_dim), side(fmt.v, v_dim or k_dim))
+
+    def _check_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise TypeError(
+                f"layer: got {layer!r} of type {type(layer).__name__}, expected a static Python "
+                "int (a traced layer index is not supported: unroll the layers)"
+            )
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer: got {layer}, expected 0 to {self.num_layers - 1}")
+
+    def block_elements(self, layer: int = 0) -> tuple[int, int]:
+        """(K, V) elements of one block of a layer."""
+        spec = self.layer(layer)
+        tokens = self.block_size * spec.num_kv_heads
+        return tokens * spec.head_dim, tokens * spec.v_head_dim
+
+    def block_bytes(self, layer: int = 0) -> tuple[int, int]:
+        """(K bytes, V bytes) of one block of a layer, data and scales."""
+        spec = self.layer(layer)
+        k, v = (
+            side.format.data_bytes(n) + side.format.scale_bytes(n, side.head_dim)
+            for side, n in zip((spec.k, spec.v), self.block_elements(layer))
+        )
+        return k, v
+
+    def block_strides(self, layer: int = 0) -> tuple[tuple[int, int], tuple[int, int]]:
+        """((K data, K scale), (V data, V scale)): bytes from one block to the next, per section."""
+        spec = self.layer(layer)
+        k, v = (
+            (side.format.data_bytes(n), side.format.scale_bytes(n, side.head_dim))
+            for side, n in zip((spec.k, spec.v), self.block_elements(layer))
+        )
+        return k, v
+
+    @functools.cached_property
+    def block_bytes_total(self) -> int:
+        """Bytes of one block id over all layers and both sides."""
+        return sum(sum(self.block_bytes(i)) for i in range(self.num_layers))
+
+    @functools.cached_property
+    def bits_per_element(self) -> float:
+        """Mean stored bits per element over all layers and sides, all scales but fp8's counted."""
+        elements = sum(sum(self.block_elements(i)) for i in range(self.num_layers))
+        return 8 * self.block_bytes_total / elements
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one token takes over all layers."""
+        return self.block_bytes_total / self.block_size
+
+    @property
+    def max_tokens_per_sequence(self) -> int:
+        """Tokens that one row of the block table can address."""
+        return self.max_blocks_per_sequence * self.block_size
+
+    def blocks_that_fit(self, budget_bytes: int) -> int:
+        """Blocks that fit into a byte budget, all layers counted."""
+        if budget_bytes < 0:
+            raise ValueError(f"budget_bytes: got {budget_bytes}, expected at least 0")
+        return int(budget_bytes) // self.block_bytes_total
+
+    def to_json(self) -> str:
+        """A JSON text that `from_json` turns back into an equal config."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["format"] = str(self.format)
+        fields["layer_formats"] = [str(f) for f in self.layer_formats]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> CacheConfig:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: the text is not a config: not an object, or unknown or missing fields.
+        """
+        fields = json.loads(text)
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"config: expected a JSON object, got {type(fields).__name__}")
+        known: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - set(known)):
+            raise ValueError(f"config: unknown fields {unknown}, expected some of {sorted(known)}")
+        return cls(**fields)

@@ -1,0 +1,291 @@
+"""Llama-family language models in nnx, with their keys and values in a paged cache."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxkv.config import CacheConfig
+from jaxkv.flax import PagedAttention
+from jaxkv.qkv import RopeScaling, RopeStyle, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Geometry of a Llama-family model (Llama, Mistral, SmolLM2, Qwen3).
+
+    Attributes:
+      vocab_size: rows of the embedding.
+      num_layers: decoder layers.
+      features: width of the residual stream.
+      mlp_features: width inside the gated MLP.
+      num_q_heads: query heads a layer.
+      num_kv_heads: key and value heads a layer.
+      head_dim: width of a head.
+      max_positions: the longest sequence the model was trained for.
+      rope_theta: base of the rotary wavelengths.
+      rope_style: how dims pair up, see `jaxkv.qkv.rotate_pairs`.
+      rope_scaling: optional stretching of the rotary frequencies.
+      norm_eps: epsilon of every RMSNorm.
+      qk_norm: normalise queries and keys per head (Qwen3).
+      window: sliding window of every layer, or None.
+      soft_cap: soft cap of the attention scores, or None.
+      tie_embeddings: the output layer is the embedding transposed.
+    """
+
+    vocab_size: int
+    num_layers: int
+    features: int
+    mlp_features: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int = 8192
+    rope_theta: float = 1e4
+    rope_style: RopeStyle = "half"
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    tie_embeddings: bool = True
+
+    def cache_config(self, **options: Any) -> CacheConfig:
+        """A `jaxkv.CacheConfig` with this model's layers and heads.
+
+        Args:
+          **options: the other fields of `CacheConfig`: format, num_blocks, max_sequences, ...
+
+        Returns:
+          The configuration of a cache that this model can use.
+        """
+        return CacheConfig(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            **options,
+        )
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)).
+
+    Reference: Shazeer, GLU Variants Improve Transformer (2020), https://arxiv.org/abs/2002.05202
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
+        def linear(size_in: int, size_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                size_in, size_out, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            )
+
+        self.gate = linear(config.features, config.mlp_features)
+        self.up = linear(config.features, config.mlp_features)
+        self.down = linear(config.mlp_features, config.features)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [..., features] -> the same shape."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self, config: LlamaConfig, layer: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+    ):
+        self.norm_eps = config.norm_eps
+        self.attention_norm = nnx.Param(jnp.ones(config.features, param_dtype))
+        self.attention = PagedAttention(
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            features=config.features,
+            layer=layer,
+            rope_theta=config.rope_theta,
+            rope_style=config.rope_style,
+            rope_scaling=config.rope_scaling,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
+            window=config.window,
+            soft_cap=config.soft_cap,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.Param(jnp.ones(config.features, param_dtype))
+        self.mlp = GatedMLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
+        """x: [S, T, features] or [N, features] -> (the same shape, cache)."""
+        y, cache = self.attention(rms_norm(x, self.attention_norm[...], self.norm_eps), cache, plan)
+        return self._add_mlp(x + y), cache
+
+    def uncached(self, x: jax.Array) -> jax.Array:
+        """x: [B, T, features] -> the same shape, in full precision."""
+        y = self.attention.uncached(rms_norm(x, self.attention_norm[...], self.norm_eps))
+        return self._add_mlp(x + y)
+
+    def _add_mlp(self, x: jax.Array) -> jax.Array:
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.norm_eps))
+
+
+class Llama(nnx.Module):
+    """A decoder-only language model: embedding, decoder layers, norm, output layer.
+
+    Args:
+      config: the geometry.
+      dtype: of the computation; None means that of the weights.
+      param_dtype: of the weights.
+      rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+    ):
+        self.config = config
+        init = nnx.initializers.normal(config.features**-0.5)
+        shape = (config.vocab_size, config.features)
+        self.embedding = nnx.Param(init(rngs.params(), shape, param_dtype))
+        self.layers = nnx.List(
+            [
+                DecoderLayer(config, layer, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+                for layer in range(config.num_layers)
+            ]
+        )
+        self.norm = nnx.Param(jnp.ones(config.features, param_dtype))
+        self.head = (
+            None if config.tie_embeddings else nnx.Param(init(rngs.params(), shape, param_dtype))
+        )
+        self.dtype = dtype
+
+    def __call__(self, tokens: jax.Array, cache: Any = None, plan: Any = None) -> Any:
+        """Next-token logits of every token.
+
+        Args:
+          tokens: int32[S, T] for a padded plan, int32[N] for a packed one; without a cache
+            int32[B, T], whole sequences.
+          cache: from `jaxkv.init`, after `jaxkv.reserve`; None computes all attention in full
+            precision, without a cache.
+          plan: the step's plan; required with a cache.
+
+        Returns:
+          (logits, cache), or the logits alone without a cache: f32[*tokens.shape, vocab_size].
+        """
+        if cache is None:
+            return self.logits(self.uncached(tokens))
+        hidden, cache = self.hidden(tokens, cache, plan)
+        return self.logits(hidden), cache
+
+    def hidden(self, tokens: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
+        """What the output layer reads, for callers that need the logits of few tokens only.
+
+        Args:
+          tokens: int32[S, T] or int32[N], as the plan has them.
+          cache: from `jaxkv.init`, after `jaxkv.reserve`.
+          plan: the step's plan.
+
+        Returns:
+          (hidden [*tokens.shape, features], cache).
+        """
+        if plan is None:
+            raise ValueError("Llama: a cache needs the plan that jaxkv.reserve returned with it")
+        x = self._embed(tokens)
+        for layer in self.layers:
+            x, cache = layer(x, cache, plan)
+        return rms_norm(x, self.norm[...], self.config.norm_eps), cache
+
+    def uncached(self, tokens: jax.Array) -> jax.Array:
+        """As `hidden`, over whole sequences int32[B, T] without a cache."""
+        x = self._embed(tokens)
+        for layer in self.layers:
+            x = layer.uncached(x)
+        return rms_norm(x, self.norm[...], self.config.norm_eps)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden [..., features] -> logits f32[..., vocab_size]."""
+        weights = self.embedding[...] if self.head is None else self.head[...]
+        return jnp.einsum(
+            "...f,vf->...v",
+            hidden,
+            weights.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        x = self.embedding[...][tokens]
+        return x if self.dtype is None else x.astype(self.dtype)
+
+
+def from_arrays(
+    config: LlamaConfig,
+    read: Callable[[str], np.ndarray],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Llama:
+    """Builds a model whose weights come from a file, one at a time.
+
+    Args:
+      config: the geometry.
+      read: gives the array of a name; names are those of Hugging Face's Llama ("lm_head.weight",
+        "model.layers.0.self_attn.q_proj.weight", ...) and matrices are [out, in] as there.
+      dtype: of the computation; None means that of the weights.
+      param_dtype: of the weights.
+      on_progress: called with (weights read, weights in all) after each one.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: an array has not the shape that the geometry asks for.
+    """
+    abstract = nnx.eval_shape(
+        lambda: Llama(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
+    )
+    graph, state = nnx.split(abstract)
+    leaves = nnx.to_flat_state(state)
+    loaded = []
+    for count, (path, leaf) in enumerate(leaves):
+        name, transpose = _file_name(path)
+        array = np.asarray(read(name))
+        array = array.T if transpose else array
+        if array.shape != leaf.shape:
+            raise ValueError(
+                f"{name}: the file has shape {array.shape}, this geometry needs {leaf.shape}"
+            )
+        loaded.append((path, leaf.replace(jnp.asarray(array, leaf.dtype))))
+        if on_progress is not None:
+            on_progress(count + 1, len(leaves))
+    return nnx.merge(graph, nnx.from_flat_state(loaded))
+
+
+_FILE_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attention_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "attention.q_norm": "self_attn.q_norm.weight",
+    "attention.k_norm": "self_attn.k_norm.weight",
+    **{f"attention.{p}_proj.kernel": f"self_attn.{p}_proj.weight" for p in "qkvo"},
+    **{f"mlp.{p}.kernel": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")},
+}
+
+
+def _file_name(path: tuple[Any, ...]) -> tuple[str, bool]:
+    """The name of a weight in a Hugging Face file, and whether it is transposed there."""
+    if path[0] == "layers":
+        inner = ".".join(map(str, path[2:]))
+        return f"model.layers.{path[1]}.{_FILE_NAMES[inner]}", path[-1] == "kernel"
+    return _FILE_NAMES[".".join(map(str, path))], False

@@ -1,6 +1,5 @@
 """Reads Llama-family models from Hugging Face directories: config.json and safetensors."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
+from jaxkv.models.known import read_json
 from jaxkv.models.llama import Llama, LlamaConfig, from_arrays
 from jaxkv.models.tokenizer import Tokenizer
 from jaxkv.qkv import RopeScaling
@@ -56,25 +56,6 @@ def load_hf(
     end = raw.get("eos_token_id")
     end = end[0] if isinstance(end, list) else end
     return model, Tokenizer.from_file(path, end_of_text=end)
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Reads one JSON object.
-
-    Raises:
-      FileNotFoundError: no such file.
-      ValueError: not a JSON object.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
 
 
 def config_from_hf(raw: dict[str, Any]) -> LlamaConfig:

@@ -115,6 +115,11 @@ def allocate(pool: BlockPool, wanted: ArrayLike) -> tuple[BlockPool, jax.Array]:
         raise TypeError(f"wanted must be boolean, got dtype {wanted.dtype}")
     if wanted.ndim != 1:
         raise ValueError(f"wanted must have one axis, got shape {wanted.shape}")
+    return _allocate(pool, wanted)
+
+
+@jax.jit
+def _allocate(pool: BlockPool, wanted: jax.Array) -> tuple[BlockPool, jax.Array]:
     order = jnp.cumsum(wanted, dtype=jnp.int32) - 1
     is_granted = wanted & (order < pool.num_free)
     blocks = peek(pool, order, is_granted)
@@ -151,7 +156,11 @@ def retain(pool: BlockPool, blocks: ArrayLike) -> BlockPool:
         TypeError: if `blocks` is not an integer array.
         ValueError: if it does not have one axis.
     """
-    blocks = as_int32("blocks", blocks, (None,))
+    return _retain(pool, as_int32("blocks", blocks, (None,)))
+
+
+@jax.jit
+def _retain(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     counts = holders(pool, blocks)
     held = jnp.where(counts > 0, blocks, -1)
     trace = pool.trace
@@ -186,7 +195,11 @@ def release(pool: BlockPool, blocks: ArrayLike) -> BlockPool:
         TypeError: if `blocks` is not an integer array.
         ValueError: if it does not have one axis.
     """
-    blocks = as_int32("blocks", blocks, (None,))
+    return _release(pool, as_int32("blocks", blocks, (None,)))
+
+
+@jax.jit
+def _release(pool: BlockPool, blocks: jax.Array) -> BlockPool:
     is_block = (blocks >= 0) & (blocks < pool.num_blocks)
     left = holders(pool, blocks) - occurrence_rank(blocks)
     is_held = is_block & (left > 0)
@@ -304,14 +317,17 @@ def trace_events(
     num_blocks, length, _ = trace.events.shape
     rows = jnp.stack([jnp.broadcast_to(x, blocks.shape) for x in (what, count_after, step)], -1)
     place = jnp.where(blocks >= 0, blocks, num_blocks)
-    turn = trace.totals.at[place].get(mode="fill", fill_value=0) + occurrence_rank(blocks)
+    total = trace.totals.at[place].get(mode="fill", fill_value=0)
+    # XLA copies an array that is read and written in no fixed order.
+    total, totals = jax.lax.optimization_barrier((total, trace.totals))
+    turn = total + occurrence_rank(blocks)
     # Of more than E events of one block in a call, only the last E have a place in its ring.
     is_kept = occurrence_rank(blocks[::-1])[::-1] < length
     return EventTrace(
         events=trace.events.at[jnp.where(is_kept, place, num_blocks), turn % length].set(
             rows.astype(jnp.int32), mode="drop"
         ),
-        totals=trace.totals.at[place].add(1, mode="drop"),
+        totals=totals.at[place].add(1, mode="drop"),
     )
 
 

@@ -236,5 +236,6 @@ def explain(faults: Faults, kinds: Collection[FaultKind] = tuple(FaultKind)) -> 
         names = ("step", "layer", _PLACE_NAMES.get(kind, "slot"))
         places = zip(names, first[kind].tolist(), strict=True)
         where = ", ".join(f"{name} {value}" for name, value in places if value != -1)
-        lines.append(f"{what} ({counts[kind]} times; first at {where or 'unknown'}): {advice}.")
+        times = "1 time" if counts[kind] == 1 else f"{counts[kind]} times"
+        lines.append(f"{what} ({times}; first at {where or 'an unknown place'}): {advice}.")
     return lines

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 
 import jax
@@ -209,6 +210,13 @@ def reserve(
     """
     layout = _layout(pool, sequences, block_size, max_new_tokens, total_tokens)
     new_tokens = blocks.as_int32("new_tokens", new_tokens, (layout.sequences,))
+    return _reserve(pool, sequences, new_tokens, layout)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _reserve(
+    pool: BlockPool, sequences: Sequences, new_tokens: jax.Array, layout: _Layout
+) -> tuple[BlockPool, Sequences, StepPlan]:
     request = _request(pool, sequences, new_tokens, layout)
     held = blocks.holders(pool, request.tail)
     grant = _grant(request, held, pool.num_free)
@@ -262,12 +270,18 @@ def release(pool: BlockPool, sequences: Sequences, mask: ArrayLike) -> tuple[Blo
         TypeError: if the mask is not boolean.
         ValueError: if it does not have one entry per slot.
     """
-    num_sequences, columns = sequences.block_tables.shape
+    num_sequences = sequences.lengths.shape[0]
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(f"mask must be boolean, got dtype {mask.dtype}")
     if mask.shape != (num_sequences,):
         raise ValueError(f"mask must have shape [{num_sequences}], got {list(mask.shape)}")
+    return _release(pool, sequences, mask)
+
+
+@jax.jit
+def _release(pool: BlockPool, sequences: Sequences, mask: jax.Array) -> tuple[BlockPool, Sequences]:
+    columns = sequences.block_tables.shape[1]
     pool, tables = _drop_columns(pool, sequences.block_tables, jnp.where(mask, 0, columns))
     return pool, Sequences(block_tables=tables, lengths=jnp.where(mask, 0, sequences.lengths))
 
@@ -291,8 +305,16 @@ def trim(
         TypeError: if new_lengths does not hold integers.
         ValueError: if it does not have one entry per slot.
     """
-    num_sequences, columns = sequences.block_tables.shape
+    num_sequences = sequences.lengths.shape[0]
     new_lengths = blocks.as_int32("new_lengths", new_lengths, (num_sequences,))
+    return _trim(pool, sequences, new_lengths, block_size)
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def _trim(
+    pool: BlockPool, sequences: Sequences, new_lengths: jax.Array, block_size: int
+) -> tuple[BlockPool, Sequences]:
+    num_sequences, columns = sequences.block_tables.shape
     is_longer = new_lengths > sequences.lengths
     is_trimmed = (new_lengths >= 0) & ~is_longer
     lengths = jnp.where(is_trimmed, new_lengths, sequences.lengths)
@@ -330,9 +352,16 @@ def fork(
         TypeError: if a slot is not an integer.
         ValueError: if the two do not have one axis of one length.
     """
-    num_sequences = sequences.lengths.shape[0]
     source = blocks.as_int32("source", source, (None,))
     destination = blocks.as_int32("destination", destination, (source.shape[0],))
+    return _fork(pool, sequences, source, destination)
+
+
+@jax.jit
+def _fork(
+    pool: BlockPool, sequences: Sequences, source: jax.Array, destination: jax.Array
+) -> tuple[BlockPool, Sequences]:
+    num_sequences = sequences.lengths.shape[0]
     pairs = jnp.stack([source, destination], axis=-1)
     is_pair = jnp.all((pairs >= 0) & (pairs < num_sequences), axis=-1)
     slot = jnp.where(is_pair, destination, num_sequences)
@@ -364,7 +393,12 @@ def reorder(pool: BlockPool, sequences: Sequences, rows: ArrayLike) -> tuple[Blo
         ValueError: if it does not have one entry per slot.
     """
     num_sequences = sequences.lengths.shape[0]
-    rows = blocks.as_int32("rows", rows, (num_sequences,))
+    return _reorder(pool, sequences, blocks.as_int32("rows", rows, (num_sequences,)))
+
+
+@jax.jit
+def _reorder(pool: BlockPool, sequences: Sequences, rows: jax.Array) -> tuple[BlockPool, Sequences]:
+    num_sequences = sequences.lengths.shape[0]
     is_bad = (rows < -1) | (rows >= num_sequences)
     faults = record_masks(pool.faults, {FaultKind.BAD_ID: is_bad}, rows, step=pool.step)
     rows = jnp.where(is_bad, jnp.arange(num_sequences, dtype=jnp.int32), rows)
@@ -427,7 +461,7 @@ def _request(
     tail = sequences.block_tables.at[row, column].get(mode="fill", fill_value=-1)
     is_lost = (column < layout.columns) & ((tail < 0) | (tail >= pool.num_blocks))
 
-    refusal = jnp.full((layout.sequences,), Refusal.NONE, jnp.int32)
+    refusal = jnp.zeros((layout.sequences,), jnp.int32)
     refusal = jnp.where(is_lost | (new_tokens < 0), Refusal.BAD_ID, refusal)
     refusal = jnp.where(is_full, Refusal.FULL, refusal)
     refusal = jnp.where(is_past, Refusal.PAST_CAPACITY, refusal)

@@ -1,0 +1,221 @@
+"""The attention op: checks its arguments, picks an implementation, merges partial results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxkv import attention_xla
+from jaxkv.attention_xla import KeyRange, Queries
+from jaxkv.codecs import Pages, pages_shapes
+from jaxkv.formats import SideSpec
+from jaxkv.sequences import StepPlan
+
+
+def attend_pages(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    plan: StepPlan,
+    *,
+    k_spec: SideSpec,
+    v_spec: SideSpec,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    scale: ArrayLike | None = None,
+    window: int | None = None,
+    soft_cap: ArrayLike | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of a step's queries over the pages of one layer.
+
+    The query of position p sees keys 0 to p of its sequence, this step's included. Accumulation
+    and softmax are f32; the rotation of a rotated side is applied to q and taken off the output.
+
+    Args:
+      q: [S, T, q_heads, head_dim] (padded plan) or [N, q_heads, head_dim] (packed), any float
+        dtype; q_heads is a multiple of the pages' KV heads.
+      k_pages: the layer's keys, written already.
+      v_pages: its values, in the same blocks; their head_dim may differ.
+      plan: the step's plan.
+      k_spec: the K side.
+      v_spec: the V side.
+      k_scale: f32 scalar, the layer's scale of fp8 keys; other formats ignore it. None means 1.
+      v_scale: likewise for values.
+      scale: scalar factor of the scores; None means 1 / sqrt(head_dim).
+      window: static int W >= 1: only keys p - W + 1 to p, at the cost of the window. None: all.
+      soft_cap: positive scalar; scores become cap * tanh(score * scale / cap) before the mask
+        (Gemma 2, 2024).
+      sinks: f32 [q_heads], one logit per head that joins the denominator only (gpt-oss, 2025;
+        Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
+      return_lse: whether to return the log-sum-exp too.
+      implementation: "xla", "pallas_gpu", or None for "xla".
+
+    Returns:
+      out, as q with v_head_dim last, in q's dtype: 0 for queries that the plan does not hold.
+      With `return_lse` also f32 [..., q_heads], natural log, sinks included, -inf there.
+
+    Raises:
+      TypeError: an argument of a wrong kind or dtype.
+      ValueError: a wrong shape, an option out of range, or an unknown implementation.
+      NotImplementedError: the named implementation cannot serve this.
+    """
+    _check_queries(q, k_pages, plan, k_spec)
+    _check_pages("k_pages", k_pages, k_pages, k_spec)
+    _check_pages("v_pages", v_pages, k_pages, v_spec)
+    _check_options(window, sinks, q.shape[-2])
+    run = _implementation(implementation)
+    queries = Queries(
+        tables=plan.block_tables,
+        starts=plan.starts,
+        counts=plan.new_tokens,
+        offsets=plan.offsets,
+        max_tokens=plan.max_new_tokens,
+    )
+    out, lse = run(
+        q,
+        k_pages,
+        v_pages,
+        queries,
+        _layer_scale(k_scale, k_spec),
+        _layer_scale(v_scale, v_spec),
+        _scalar("scale", k_spec.head_dim**-0.5 if scale is None else scale),
+        None if soft_cap is None else _scalar("soft_cap", soft_cap),
+        sinks,
+        k_spec=k_spec,
+        v_spec=v_spec,
+        keys=KeyRange(window=window),
+    )
+    return (out, lse) if return_lse else out
+
+
+def merge_partials(
+    parts: Sequence[tuple[jax.Array, jax.Array]], sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Merges attention over disjoint sets of keys, in f32.
+
+    Args:
+      parts: (out [..., heads, dim], lse [..., heads]) each, f32, out normalised over its keys;
+        lse -inf where there were none, and out finite there.
+      sinks: f32 [heads], logits that join the denominator of rows that see any key.
+
+    Returns:
+      (out, lse) over all keys, sinks included; 0 and -inf where no part has a key.
+    """
+    if len(parts) == 1 and sinks is None:
+        return parts[0]
+    outs, lses = zip(*parts)
+    top = functools.reduce(jnp.maximum, lses)
+    empty = top == -jnp.inf
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    # Sinks may be -inf, and then an empty row would subtract infinities.
+    base = jnp.where(empty, 0, top)
+    shares = [jnp.exp(lse - base) for lse in lses]
+    total = sum(shares[1:], shares[0])
+    if sinks is not None:
+        total = total + jnp.exp(sinks - base)
+    total = jnp.where(empty, 1, total)
+    out = sum((s / total)[..., None] * o for s, o in zip(shares, outs))
+    assert isinstance(out, jax.Array)
+    return jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, base + jnp.log(total))
+
+
+@functools.partial(jax.jit, static_argnames=("k_spec", "v_spec", "keys"))
+def _attend_xla(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    queries: Queries,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    scale: jax.Array,
+    soft_cap: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    k_spec: SideSpec,
+    v_spec: SideSpec,
+    keys: KeyRange,
+) -> tuple[jax.Array, jax.Array]:
+    """The XLA implementation; jitted so that all equal layers share one trace."""
+    part = attention_xla.partial_attention(
+        q.reshape(-1, *q.shape[-2:]),
+        k_pages,
+        v_pages,
+        queries,
+        k_spec=k_spec,
+        v_spec=v_spec,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale=scale,
+        soft_cap=soft_cap,
+        keys=keys,
+    )
+    out, lse = merge_partials([part], None if sinks is None else sinks.astype(jnp.float32))
+    lead = q.shape[:-1]
+    return out.astype(q.dtype).reshape(*lead, v_spec.head_dim), lse.reshape(lead)
+
+
+def _implementation(name: str | None) -> Any:
+    if name is None or name == "xla":
+        return _attend_xla
+    if name == "pallas_gpu":
+        raise NotImplementedError("implementation: 'pallas_gpu' has no attention kernel yet")
+    raise ValueError(f"implementation: got {name!r}, expected 'xla', 'pallas_gpu' or None")
+
+
+def _layer_scale(scale: jax.Array | None, spec: SideSpec) -> jax.Array | None:
+    """The layer's scale where the format has one."""
+    return scale if spec.format.scale == "layer_f32" else None
+
+
+def _scalar(name: str, value: ArrayLike) -> jax.Array:
+    if isinstance(value, (int, float)) and (value <= 0 or value != value):
+        raise ValueError(f"{name}: got {value}, expected a positive number")
+    array = jnp.asarray(value)
+    if array.ndim or not jnp.issubdtype(array.dtype, jnp.number):
+        raise TypeError(f"{name}: got {array.dtype}{list(array.shape)}, expected a real scalar")
+    return array.astype(jnp.float32)
+
+
+def _check_queries(q: jax.Array, k_pages: Pages, plan: StepPlan, spec: SideSpec) -> None:
+    if not hasattr(q, "dtype") or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q: got {getattr(q, 'dtype', type(q).__name__)}, expected a float array")
+    expected = (*plan.token_shape, "q_heads", spec.head_dim)
+    if q.ndim != len(expected) or q.shape[:-2] != plan.token_shape or q.shape[-1] != spec.head_dim:
+        layout = "packed" if plan.is_packed else "padded"
+        shape = ", ".join(map(str, expected))
+        raise ValueError(f"q: got shape {list(q.shape)}, expected [{shape}] for this {layout} plan")
+    kv_heads = k_pages.data[0].shape[1]
+    if q.shape[-2] == 0 or q.shape[-2] % kv_heads:
+        raise ValueError(
+            f"q: got {q.shape[-2]} query heads, expected a multiple of the {kv_heads} KV heads"
+        )
+
+
+def _check_pages(name: str, pages: Pages, k_pages: Pages, spec: SideSpec) -> None:
+    blocks, heads, block_size = k_pages.data[0].shape[:3]
+    expected = pages_shapes(blocks, heads, block_size, spec)
+    got = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), pages)
+    if jax.tree.leaves(got) != jax.tree.leaves(expected):
+        raise ValueError(f"{name}: got {got}, expected {expected} for format {spec.format}")
+
+
+def _check_options(window: Any, sinks: Any, q_heads: int) -> None:
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise TypeError(f"window: got {window!r}, expected a static int or None")
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
+    if sinks is not None:
+        if not hasattr(sinks, "dtype") or not jnp.issubdtype(sinks.dtype, jnp.floating):
+            raise TypeError(f"sinks: got {sinks!r}, expected a float array [{q_heads}]")
+        if sinks.shape != (q_heads,):
+            raise ValueError(f"sinks: got shape {list(sinks.shape)}, expected [{q_heads}]")

@@ -1,0 +1,344 @@
+"""Attention over pages in plain XLA: streamed blocks, online softmax, cost by true length.
+
+A step's queries are cut into tiles, each of one sequence. A tile walks the blocks that its queries
+can see, a chunk at a time, with a trip count from the sequence's length, and keeps the running
+maximum, sum and output of Milakov and Gimelshein, "Online normalizer calculation for softmax"
+(2018). What a tile computes depends on its own sequence and on static sizes alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._xla import fields
+from jaxkv.codecs import Pages, rotate, unrotate
+from jaxkv.formats import SideSpec
+
+# Elements of one decoded chunk: large enough to amortise a trip, small enough to stay in cache.
+_CHUNK_ELEMENTS = 384 * 1024
+# Query rows of one KV head that a tile aims at, and the most tokens of a tile.
+_TILE_ROWS = 256
+_TILE_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyRange:
+    """Which keys the query of position p sees, beside causality. Static.
+
+    Attributes:
+      window: keys p - window + 1 and later; None for all.
+      first: keys `first` and later.
+      distance: keys p - distance and earlier.
+    """
+
+    window: int | None = None
+    first: int = 0
+    distance: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Where the queries of a step lie and what they may read.
+
+    Attributes:
+      tables: int32 [S, M] block tables; negative entries are not read.
+      starts: int32 [S], position of each sequence's first query.
+      counts: int32 [S], queries of each sequence.
+      offsets: int32 [S], index of its first query in the flat order of all queries.
+      max_tokens: no sequence has more queries.
+    """
+
+    tables: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    offsets: jax.Array
+    max_tokens: int = dataclasses.field(metadata=dict(static=True))
+
+
+def partial_attention(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    queries: Queries,
+    *,
+    k_spec: SideSpec,
+    v_spec: SideSpec,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    scale: jax.Array,
+    soft_cap: jax.Array | None = None,
+    keys: KeyRange = KeyRange(),
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the keys in `keys`, to be merged with other keys by log-sum-exp.
+
+    Args:
+      q: [N, q_heads, head_dim] in flat order, not rotated, any float dtype.
+      k_pages: keys of the layer.
+      v_pages: its values.
+      queries: where the queries lie.
+      k_spec: the K side.
+      v_spec: the V side.
+      k_scale: f32 scalar of an fp8 K side; None means 1.
+      v_scale: likewise for V.
+      scale: f32 scalar, factor of the scores.
+      soft_cap: f32 scalar; scores become cap * tanh(score / cap).
+      keys: the keys that count.
+
+    Returns:
+      (out, lse): f32 [N, q_heads, v_head_dim] normalised over these keys and f32 [N, q_heads];
+      0 and -inf where a query sees none of them.
+    """
+    num_queries, q_heads, _ = q.shape
+    kernel = _Kernel(
+        k_spec=k_spec,
+        v_spec=v_spec,
+        kv_heads=k_pages.data[0].shape[1],
+        q_heads=q_heads,
+        block_size=k_pages.block_size,
+        columns=queries.tables.shape[1],
+        keys=keys,
+    )
+    q = rotate(q, k_spec) * (scale if k_scale is None else scale * k_scale)
+    source = _Source(k_pages, v_pages, soft_cap)
+    out = jnp.zeros((num_queries, q_heads, v_spec.head_dim), jnp.float32)
+    lse = jnp.full((num_queries, q_heads), -jnp.inf, jnp.float32)
+    out, lse = _all_tiles(kernel, source, queries, q, out, lse)
+    if v_scale is not None:
+        out = out * v_scale
+    return unrotate(out, v_spec), lse
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What every tile reads."""
+
+    k: Pages
+    v: Pages
+    soft_cap: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """The static numbers of the loops."""
+
+    k_spec: SideSpec
+    v_spec: SideSpec
+    kv_heads: int
+    q_heads: int
+    block_size: int
+    columns: int
+    keys: KeyRange
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a full tile."""
+        aim = 1 << max(_TILE_ROWS // self.group, 1).bit_length() - 1
+        return min(max(aim, 16), _TILE_TOKENS)
+
+    def chunk_blocks(self, tokens: int) -> int:
+        """Blocks that a tile of `tokens` queries reads at a time."""
+        head_dim = max(self.k_spec.head_dim, self.v_spec.head_dim)
+        blocks = round(_CHUNK_ELEMENTS / (self.kv_heads * head_dim * self.block_size))
+        if self.keys.window is not None:
+            span = self.keys.window + tokens + self.block_size - 2
+            blocks = min(blocks, -(-span // self.block_size))
+        return max(1, min(blocks, self.columns))
+
+
+def _all_tiles(
+    kernel: _Kernel,
+    source: _Source,
+    queries: Queries,
+    q: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs every tile and stores its rows in `out` and `lse`."""
+    size = min(queries.max_tokens, kernel.tile_tokens)
+    if queries.max_tokens <= size:
+        num_tiles = jnp.int32(queries.counts.shape[0])
+    else:
+        per_sequence = -(-queries.counts // size)
+        ends = jnp.cumsum(per_sequence)
+        num_tiles = ends[-1]
+
+    def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, lse = carry
+        row, begin = i, jnp.int32(0)
+        if queries.max_tokens > size:
+            row = jnp.sum(ends <= i, dtype=jnp.int32)
+            begin = (i - ends[row] + per_sequence[row]) * size
+        rows, row_lse = _tile(kernel, source, queries, q, row, begin, size)
+        index = begin + jnp.arange(size, dtype=jnp.int32)
+        index = jnp.where(index < queries.counts[row], queries.offsets[row] + index, q.shape[0])
+        return out.at[index].set(rows, mode="drop"), lse.at[index].set(row_lse, mode="drop")
+
+    return jax.lax.fori_loop(0, num_tiles, body, (out, lse))
+
+
+def _tile(
+    kernel: _Kernel,
+    source: _Source,
+    queries: Queries,
+    q: jax.Array,
+    row: jax.Array,
+    begin: jax.Array,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends queries begin to begin + size of a sequence: rows [size, ..] of out and lse."""
+    count = jnp.minimum(queries.counts[row] - begin, size)
+    args = (source, q, queries.tables[row], queries.offsets[row] + begin)
+    first = queries.starts[row] + begin
+    if size == 1:
+        return _attend_tile(kernel, *args, first, count, 1)
+
+    def one() -> tuple[jax.Array, jax.Array]:
+        rows, row_lse = _attend_tile(kernel, *args, first, count, 1)
+        return _grow(rows, size), _grow(row_lse, size)
+
+    def many() -> tuple[jax.Array, jax.Array]:
+        return _attend_tile(kernel, *args, first, count, size)
+
+    # A sequence that decodes among others that prefill pays for one query.
+    return jax.lax.cond(count <= 1, one, many)
+
+
+def _grow(rows: jax.Array, size: int) -> jax.Array:
+    return jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[:1].set(rows)
+
+
+def _attend_tile(
+    kernel: _Kernel,
+    source: _Source,
+    q: jax.Array,
+    table: jax.Array,
+    offset: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """One tile: `count` of at most `size` queries, at position `first` and flat index `offset`."""
+    heads, group = kernel.kv_heads, kernel.group
+    token = jnp.arange(size, dtype=jnp.int32)
+    rows = q.at[offset + token].get(mode="clip").reshape(size, heads, group, -1)
+    rows = rows.transpose(1, 0, 2, 3).reshape(heads, size * group, -1)
+    # A query that is not there stands before every key.
+    positions = jnp.repeat(jnp.where(token < count, first + token, -1), group)
+
+    keys, block_size = kernel.keys, kernel.block_size
+    chunk = kernel.chunk_blocks(size)
+    low = jnp.int32(keys.first)
+    if keys.window is not None:
+        low = jnp.maximum(low, first - keys.window + 1)
+    low_block = low // block_size
+    seen = jnp.where(count > 0, first + count - keys.distance, 0) - low_block * block_size
+    trips = jnp.maximum(-(-seen // (chunk * block_size)), 0)
+
+    def body(i: jax.Array, state: _State) -> _State:
+        column = low_block + i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        ids = table.at[column].get(mode="clip")
+        key = column[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
+        visible = _visible(keys, positions, key, ids >= 0)
+        return _absorb(kernel, source, state, rows, jnp.maximum(ids, 0), visible)
+
+    state = jax.lax.fori_loop(0, trips, body, _start(heads, size * group, kernel.v_spec.head_dim))
+    return _finish(state, size, heads, group)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """Running softmax of rows: maximum and sum f32 [heads, rows], output f32 [heads, rows, dim]."""
+
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def _start(heads: int, rows: int, head_dim: int) -> _State:
+    zeros = jnp.zeros((heads, rows, head_dim), jnp.float32)
+    return _State(jnp.full((heads, rows), -jnp.inf, jnp.float32), zeros[..., 0], zeros)
+
+
+def _finish(state: _State, size: int, heads: int, group: int) -> tuple[jax.Array, jax.Array]:
+    """(out [size, q_heads, dim], lse [size, q_heads]); rows that saw no key are 0 and -inf."""
+    empty = state.total == 0
+    out = state.out / jnp.where(empty, 1, state.total)[..., None]
+    lse = jnp.where(empty, -jnp.inf, state.top + jnp.log(jnp.where(empty, 1, state.total)))
+    out = out.reshape(heads, size, group, -1).transpose(1, 0, 2, 3)
+    lse = lse.reshape(heads, size, group).transpose(1, 0, 2)
+    return out.reshape(size, heads * group, -1), lse.reshape(size, heads * group)
+
+
+def _visible(keys: KeyRange, positions: jax.Array, key: jax.Array, held: jax.Array) -> jax.Array:
+    """Which keys each row sees: bool [blocks, rows, block_size]."""
+    key = key[:, None, :]
+    distance = positions[:, None] - key
+    visible = (distance >= keys.distance) & held[:, None, None]
+    if keys.window is not None:
+        visible &= distance < keys.window
+    if keys.first:
+        visible &= key >= keys.first
+    return visible
+
+
+def _absorb(
+    kernel: _Kernel,
+    source: _Source,
+    state: _State,
+    rows: jax.Array,
+    ids: jax.Array,
+    visible: jax.Array,
+) -> _State:
+    """Adds one chunk of blocks to the running softmax."""
+    k = fields.decode(fields.read_blocks(source.k, ids), kernel.k_spec)
+    v = fields.decode(fields.read_blocks(source.v, ids), kernel.v_spec)
+    scores = sum(
+        jnp.einsum("hrd,phtd->phrt", part, field, preferred_element_type=jnp.float32)
+        for part, field in zip(_split(rows, k), k.values)
+    )
+    if source.soft_cap is not None:
+        scores = source.soft_cap * jnp.tanh(scores / source.soft_cap)
+    visible = visible[:, None]
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = jnp.maximum(state.top, scores.max((0, 3)))
+    base = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(scores - base[None, :, :, None])
+    keep = jnp.exp(state.top - base)
+    # A value that is not finite reaches the queries that see it, and no others.
+    bad = jnp.stack([(~jnp.isfinite(x)).any(-1) for x in v.values]).any(0)
+    weights = jnp.where(bad[:, :, None] & visible, jnp.nan, weights)
+    clean = [jnp.where(bad[..., None], 0, x) for x in v.values]
+    out = jnp.concatenate(
+        [
+            jnp.einsum("phrt,phtd->phrd", weights, x, preferred_element_type=jnp.float32).sum(0)
+            for x in clean
+        ],
+        -1,
+    )
+    return _State(
+        top,
+        state.total * keep + weights.sum((0, 3)),
+        state.out * keep[..., None] + out,
+    )
+
+
+def _split(rows: jax.Array, chunk: fields.Fields) -> list[jax.Array]:
+    """Cuts rows [.., head_dim] as the fields of a chunk are cut."""
+    ends = [0]
+    for x in chunk.values:
+        ends.append(ends[-1] + x.shape[-1])
+    assert math.isclose(ends[-1], rows.shape[-1])
+    return [rows[..., a:b] for a, b in itertools.pairwise(ends)]

@@ -1,0 +1,137 @@
+"""Small caches with poison in every unused slot, and steps of every kind over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+from jaxkv import attention, sequences
+from jaxkv.blocks import BlockPool
+from jaxkv.codecs import Pages, encode_rows, init_pages, scatter_rows
+from jaxkv.formats import Format, SideSpec
+from jaxkv.sequences import Sequences, StepPlan
+
+BLOCK_SIZE = 8
+COLUMNS = 8
+NUM_BLOCKS = 48
+K_SCALE = np.float32(0.0625)
+V_SCALE = np.float32(0.3)
+
+# (tokens already stored, new tokens) of each sequence slot.
+STEPS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "decode": ((0, 40, 17, 7, 31, 63), (1, 1, 0, 1, 1, 1)),
+    "prefill": ((0, 0, 0, 0, 0, 0), (20, 3, 0, 16, 1, 24)),
+    "mixed": ((0, 40, 17, 7, 31, 23), (24, 1, 0, 17, 4, 1)),
+    "verify": ((15, 40, 17, 7, 31, 56), (5, 5, 0, 2, 8, 3)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One side of a layer with its stored rows."""
+
+    spec: SideSpec
+    pages: Pages
+    scale: jax.Array | None
+
+    def rows(self) -> np.ndarray:
+        return oracle.stored_rows(self.pages, self.spec, self.scale)
+
+
+@functools.cache
+def make_plan(step: str, total_tokens: int | None = None, max_new_tokens: int = 24) -> StepPlan:
+    """A step over shuffled blocks."""
+    starts, counts = STEPS[step]
+    order = np.random.default_rng(1).permutation(NUM_BLOCKS).astype(np.int32)
+    pool = dataclasses.replace(BlockPool.create(NUM_BLOCKS), free_blocks=jnp.asarray(order))
+    seqs = Sequences.create(len(starts), COLUMNS)
+    pool, seqs, _ = _reserve(pool, seqs, starts, 64, None)
+    if step == "decode":
+        max_new_tokens = 1
+    return _reserve(pool, seqs, counts, max_new_tokens, total_tokens)[2]
+
+
+def _reserve(pool, seqs, counts, max_new_tokens, total_tokens):
+    return jax.jit(
+        functools.partial(
+            sequences.reserve,
+            block_size=BLOCK_SIZE,
+            max_new_tokens=max_new_tokens,
+            total_tokens=total_tokens,
+        )
+    )(pool, seqs, jnp.asarray(counts, jnp.int32))
+
+
+def live_slots(plan: StepPlan) -> np.ndarray:
+    """Block * block_size + offset of every stored token."""
+    slots = []
+    for table, length in zip(np.asarray(plan.block_tables), np.asarray(plan.lengths)):
+        position = np.arange(length)
+        slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    return np.concatenate(slots)
+
+
+def make_side(
+    plan: StepPlan, spec: SideSpec, heads: int, seed: int, scale=None, values=None
+) -> Side:
+    """Pages with NaN everywhere but in the plan's tokens, which hold `values` or noise."""
+    slots = live_slots(plan)
+    if values is None:
+        shape = (NUM_BLOCKS * BLOCK_SIZE, heads, spec.head_dim)
+        values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    layer_scale = None
+    if spec.format.scale == "layer_f32":
+        layer_scale = jnp.float32(1 if scale is None else scale)
+    poisoned = jnp.full(values.shape, jnp.nan).at[slots].set(values[slots])
+    pages = _store(poisoned, spec, layer_scale)
+    return Side(spec, pages, layer_scale)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _store(rows, spec, layer_scale):
+    pages = init_pages(NUM_BLOCKS, rows.shape[1], BLOCK_SIZE, spec)
+    encoded, _ = encode_rows(rows, spec, layer_scale)
+    slot = jnp.arange(rows.shape[0])
+    return scatter_rows(pages, encoded, slot // BLOCK_SIZE, slot % BLOCK_SIZE)
+
+
+def sides(plan: StepPlan, format_name: str, heads: int, head_dim: int, v_head_dim: int, **spec):
+    """Both sides of a layer in a format, fp8 scales differing."""
+    both = Format.parse(format_name)
+    k = make_side(plan, SideSpec(both.k, head_dim, **spec), heads, 11, K_SCALE)
+    v = make_side(plan, SideSpec(both.v, v_head_dim, **spec), heads, 12, V_SCALE)
+    return k, v
+
+
+def queries(plan: StepPlan, q_heads: int, head_dim: int, dtype=np.float32) -> jax.Array:
+    """Noise, with NaN in every row that holds no query."""
+    shape = (*plan.token_shape, q_heads, head_dim)
+    q = np.random.default_rng(5).standard_normal(shape, np.float32)
+    q[np.asarray(plan.slots) < 0] = np.nan
+    return jnp.asarray(q).astype(dtype)
+
+
+def attend(q, k: Side, v: Side, plan: StepPlan, **options):
+    """(out, lse) of the library."""
+    return attention.attend_pages(
+        q,
+        k.pages,
+        v.pages,
+        plan,
+        k_spec=k.spec,
+        v_spec=v.spec,
+        k_scale=k.scale,
+        v_scale=v.scale,
+        return_lse=True,
+        **options,
+    )
+
+
+def relative_error(got, expected) -> float:
+    got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))

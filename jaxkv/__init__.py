@@ -1,7 +1,62 @@
 """jaxkv: paged, quantized KV caches for JAX."""
 
-from jaxkv import codecs
-from jaxkv.config import CacheConfig
-from jaxkv.formats import Format, StorageFormat
+from jaxkv import blocks, codecs
+from jaxkv.blocks import BlockPool
+from jaxkv.cache import (
+    LayerPages,
+    PagedCache,
+    attend,
+    check,
+    clear_faults,
+    close,
+    export_block,
+    fork,
+    import_block,
+    init,
+    release,
+    reorder,
+    report,
+    reserve,
+    supports,
+    trace,
+    trim,
+    write,
+)
+from jaxkv.config import CacheConfig, LayerSpec
+from jaxkv.faults import CacheError, FaultKind, Faults
+from jaxkv.formats import Format, SideSpec, StorageFormat
+from jaxkv.sequences import Refusal, StepPlan
 
-__all__ = ["CacheConfig", "Format", "StorageFormat", "codecs"]
+__all__ = [
+    "BlockPool",
+    "CacheConfig",
+    "CacheError",
+    "FaultKind",
+    "Faults",
+    "Format",
+    "LayerPages",
+    "LayerSpec",
+    "PagedCache",
+    "Refusal",
+    "SideSpec",
+    "StepPlan",
+    "StorageFormat",
+    "attend",
+    "blocks",
+    "check",
+    "clear_faults",
+    "close",
+    "codecs",
+    "export_block",
+    "fork",
+    "import_block",
+    "init",
+    "release",
+    "reorder",
+    "report",
+    "reserve",
+    "supports",
+    "trace",
+    "trim",
+    "write",
+]

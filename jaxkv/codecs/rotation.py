@@ -59,6 +59,7 @@ def rotation_factor(head_dim: int) -> np.float32:
     return np.float32(1 / np.sqrt(hadamard_block(head_dim)))
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def rotate(x: jax.Array, spec: SideSpec) -> jax.Array:
     """Rotates heads into the basis in which a side is stored.
 
@@ -72,6 +73,7 @@ def rotate(x: jax.Array, spec: SideSpec) -> jax.Array:
     return _product(x, spec, inverse=False)
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def unrotate(x: jax.Array, spec: SideSpec) -> jax.Array:
     """Inverse of `rotate`. x: [..., head_dim] in the stored basis. Returns f32."""
     return _product(x, spec, inverse=True)

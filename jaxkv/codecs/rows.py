@@ -7,6 +7,7 @@ comes out as the words and scales that pages hold. Kernels are tested against th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -71,6 +72,7 @@ class _Stored:
     flushed: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def encode_rows(
     x: jax.Array, spec: SideSpec, layer_scale: jax.Array | None = None
 ) -> tuple[Encoded, Audit]:
@@ -104,6 +106,7 @@ def encode_rows(
     )
 
 
+@functools.partial(jax.jit, static_argnames="spec")
 def decode_rows(
     data: tuple[jax.Array, ...],
     scales: jax.Array | None,

@@ -1,0 +1,634 @@
+"""`PagedCache`: pools of every layer, block pool and sequences as one immutable pytree.
+
+Verbs are pure functions that return the new cache first. A step is `reserve` once, then `write` and
+`attend` per layer; the plan is all that passes between bookkeeping and arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxkv import attention, blocks, codecs, sequences
+from jaxkv.blocks import BlockPool
+from jaxkv.codecs import Audit, Pages
+from jaxkv.config import CacheConfig, LayerSpec
+from jaxkv.dispatch import Implementation, choose_implementation, unsupported
+from jaxkv.faults import (
+    CORRUPTION,
+    CacheError,
+    FaultKind,
+    Faults,
+    explain,
+    record_kinds,
+)
+from jaxkv.sequences import Sequences, StepPlan
+
+# Block copies of one trip of the copy-on-write loop.
+_COPY_CHUNK = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerPages:
+    """Pages of both sides of one layer."""
+
+    k: Pages
+    v: Pages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """State of a paged cache. Immutable: every verb returns a new one.
+
+    Attributes:
+      layers: the pages of each layer; empty once the cache is closed.
+      k_scales: f32 [num_layers], fp8 scale of each layer's keys (1 where unused).
+      v_scales: f32 [num_layers], likewise for values.
+      pool: free blocks, reference counts, fault counters.
+      sequences: block tables and lengths.
+      config: the static geometry.
+    """
+
+    layers: tuple[LayerPages, ...]
+    k_scales: jax.Array
+    v_scales: jax.Array
+    pool: BlockPool
+    sequences: Sequences
+    config: CacheConfig = dataclasses.field(metadata={"static": True})
+
+    @property
+    def lengths(self) -> jax.Array:
+        """int32 [S], tokens in each sequence."""
+        return self.sequences.lengths
+
+    @property
+    def block_tables(self) -> jax.Array:
+        """int32 [S, M], block ids; -1 for none."""
+        return self.sequences.block_tables
+
+    @property
+    def num_free_blocks(self) -> jax.Array:
+        """int32 scalar, blocks nobody holds."""
+        return self.pool.num_free
+
+    @property
+    def faults(self) -> Faults:
+        """Counters of what went wrong; see `jaxkv.check` and `jaxkv.report`."""
+        return self.pool.faults
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, scales included: the sum over the arrays."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` gave the pages back."""
+        return not self.layers
+
+    def __repr__(self) -> str:
+        c = self.config
+        state = "closed" if self.is_closed else f"{self.nbytes / 2**20:.1f} MiB"
+        return (
+            f"PagedCache({c.format}, {c.num_layers} layers, {c.num_blocks} blocks of "
+            f"{c.block_size} tokens, {c.max_sequences} slots, {state})"
+        )
+
+
+def init(
+    config: CacheConfig,
+    *,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+) -> PagedCache:
+    """An empty cache.
+
+    Args:
+      config: geometry and formats.
+      k_scales: fp8 scale of the keys, a scalar or f32 [num_layers]; 1 by default.
+      v_scales: likewise for the values.
+
+    Returns:
+      The cache; every leaf has a buffer of its own, so all of it can be donated.
+
+    Raises:
+      ValueError: scales of a wrong shape, or not positive and finite.
+    """
+    layers = []
+    for index in range(config.num_layers):
+        spec = config.layer(index)
+        pages = functools.partial(
+            codecs.init_pages, config.num_blocks, spec.num_kv_heads, config.block_size
+        )
+        layers.append(LayerPages(pages(spec.k), pages(spec.v)))
+    return PagedCache(
+        layers=tuple(layers),
+        k_scales=_layer_scales("k_scales", k_scales, config.num_layers),
+        v_scales=_layer_scales("v_scales", v_scales, config.num_layers),
+        pool=BlockPool.create(config.num_blocks, trace_events=config.trace_events),
+        sequences=Sequences.create(config.max_sequences, config.max_blocks_per_sequence),
+        config=config,
+    )
+
+
+def _layer_scales(name: str, scales: ArrayLike | None, num_layers: int) -> jax.Array:
+    values = np.asarray(1.0 if scales is None else scales, np.float32)
+    if values.shape not in ((), (num_layers,)):
+        raise ValueError(
+            f"{name}: got shape {list(values.shape)}, expected a scalar or [{num_layers}]"
+        )
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"{name}: expected positive finite scales, got {values.tolist()}")
+    return jnp.array(np.broadcast_to(values, (num_layers,)))
+
+
+def reserve(
+    cache: PagedCache,
+    new_tokens: ArrayLike,
+    *,
+    max_new_tokens: int | None = None,
+    total_tokens: int | None = None,
+) -> tuple[PagedCache, StepPlan]:
+    """Plans a step: blocks and positions of the new tokens, once for all layers.
+
+    Args:
+      cache: the cache.
+      new_tokens: int32 [S], tokens to append to each sequence; 0 leaves a slot alone.
+      max_new_tokens: T of a padded step with tensors [S, T, heads, dim]; 1 by default.
+      total_tokens: N of a packed step with tensors [N, heads, dim], sequence after sequence at
+        offsets cumsum(new_tokens); None plans a padded step.
+
+    Returns:
+      The cache with its lengths advanced, and the plan. `plan.granted` is bool [S]: False means
+      that the sequence is exactly as it was, and `plan.refusal` says why.
+
+    Raises:
+      TypeError: new_tokens does not hold integers.
+      ValueError: a wrong shape, or a static number out of range.
+    """
+    pool, seqs, plan = sequences.reserve(
+        cache.pool,
+        cache.sequences,
+        new_tokens,
+        block_size=cache.config.block_size,
+        max_new_tokens=max_new_tokens,
+        total_tokens=total_tokens,
+    )
+    return _with_bookkeeping(cache, pool, seqs), plan
+
+
+def release(cache: PagedCache, mask: ArrayLike) -> PagedCache:
+    """Empties the sequences that `mask`, bool [S], selects, and drops their block references."""
+    return _with_bookkeeping(cache, *sequences.release(cache.pool, cache.sequences, mask))
+
+
+def trim(cache: PagedCache, new_lengths: ArrayLike) -> PagedCache:
+    """Shortens sequences, as if the tokens beyond had never been appended.
+
+    Args:
+      cache: the cache.
+      new_lengths: int32 [S]; -1 leaves a slot alone; longer than the length is ignored and counted.
+    """
+    pool, seqs = sequences.trim(
+        cache.pool, cache.sequences, new_lengths, block_size=cache.config.block_size
+    )
+    return _with_bookkeeping(cache, pool, seqs)
+
+
+def fork(cache: PagedCache, source: ArrayLike, destination: ArrayLike) -> PagedCache:
+    """Makes each destination slot share all blocks of its source slot.
+
+    Args:
+      cache: the cache.
+      source: int32 [n] slots, all read and retained first.
+      destination: int32 [n] distinct slots; those in use are released afterwards.
+    """
+    return _with_bookkeeping(
+        cache, *sequences.fork(cache.pool, cache.sequences, source, destination)
+    )
+
+
+def reorder(cache: PagedCache, rows: ArrayLike) -> PagedCache:
+    """Slot s takes what slot rows[s] held; -1 empties it; duplicates share their blocks.
+
+    Args:
+      cache: the cache.
+      rows: int32 [S], as in beam search.
+    """
+    return _with_bookkeeping(cache, *sequences.reorder(cache.pool, cache.sequences, rows))
+
+
+def _with_bookkeeping(cache: PagedCache, pool: BlockPool, seqs: Sequences) -> PagedCache:
+    new = dataclasses.replace(cache, pool=pool, sequences=seqs)
+    return _raise_in_debug(cache, new)
+
+
+def write(
+    cache: PagedCache,
+    layer: int,
+    k: jax.Array,
+    v: jax.Array,
+    plan: StepPlan,
+    *,
+    implementation: Implementation | None = None,
+) -> PagedCache:
+    """Stores a step's keys and values of one layer.
+
+    Blocks that the plan copies on write are copied first. Rows of padding and of refused sequences
+    are skipped; nothing else is touched.
+
+    Args:
+      cache: the cache, after `reserve`.
+      layer: which layer, a static int.
+      k: [S, T, num_kv_heads, head_dim] or [N, num_kv_heads, head_dim], any float dtype.
+      v: likewise with v_head_dim.
+      plan: the step's plan.
+      implementation: "xla", "pallas_gpu", or None for the best that serves.
+
+    Returns:
+      The cache with this layer written, and its saturated, flushed and non-finite counted.
+
+    Raises:
+      TypeError: a dtype that is not floating, or a layer that is not an int.
+      ValueError: a shape that does not fit the plan or the config, or a closed cache.
+      NotImplementedError: the named implementation cannot serve; the message says why.
+    """
+    spec = cache.config.layer(layer)
+    _require_open(cache)
+    _check_rows("k", k, plan, spec.num_kv_heads, spec.head_dim)
+    _check_rows("v", v, plan, spec.num_kv_heads, spec.v_head_dim)
+    chosen = choose_implementation(cache.config, implementation, layer=layer)
+    store = _store_xla if chosen == "xla" else _store_pallas_gpu
+    pages, counts, where = _write_layer(
+        cache.layers[layer],
+        k,
+        v,
+        plan,
+        cache.k_scales[layer],
+        cache.v_scales[layer],
+        spec=spec,
+        store=store,
+    )
+    faults = record_kinds(cache.faults, counts, step=plan.step, layer=layer, where=where)
+    new = dataclasses.replace(
+        cache,
+        layers=(*cache.layers[:layer], pages, *cache.layers[layer + 1 :]),
+        pool=dataclasses.replace(cache.pool, faults=faults),
+    )
+    return _raise_in_debug(cache, new)
+
+
+def _require_open(cache: PagedCache) -> None:
+    if cache.is_closed:
+        raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+
+
+def _check_rows(name: str, x: jax.Array, plan: StepPlan, num_heads: int, head_dim: int) -> None:
+    expected = (*plan.token_shape, num_heads, head_dim)
+    if x.shape != expected:
+        layout = "packed [N, heads, dim]" if plan.is_packed else "padded [S, T, heads, dim]"
+        raise ValueError(
+            f"{name}: got shape {list(x.shape)}, expected {list(expected)} ({layout} plan)"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected a floating dtype")
+
+
+# One inner jit: layers of equal geometry are traced and lowered once, however many there are.
+@functools.partial(jax.jit, static_argnames=("spec", "store"))
+def _write_layer(pages, k, v, plan, k_scale, v_scale, *, spec, store):  # type: ignore[no-untyped-def]
+    pages = _copy_on_write(pages, plan)
+    pages, audits = store(pages, k, v, plan.slots.reshape(-1), k_scale, v_scale, spec)
+    counts, where = _count_faults(audits, plan.rows.reshape(-1))
+    return pages, counts, where
+
+
+def _copy_on_write(pages: LayerPages, plan: StepPlan) -> LayerPages:
+    """Copies the plan's blocks, a few per trip: no trip in a step without copies."""
+    pairs = plan.copy_from.shape[0]
+    chunk = min(_COPY_CHUNK, pairs)
+    padding = -pairs % chunk
+    source = jnp.pad(plan.copy_from, (0, padding), constant_values=-1)
+    target = jnp.pad(plan.copy_to, (0, padding), constant_values=-1)
+
+    def copy_chunk(i: jax.Array, pages: LayerPages) -> LayerPages:
+        from_ids = jax.lax.dynamic_slice_in_dim(source, i * chunk, chunk)
+        to_ids = jax.lax.dynamic_slice_in_dim(target, i * chunk, chunk)
+        num_blocks = pages.k.num_blocks
+        dropped = jnp.where(to_ids < 0, num_blocks, to_ids)
+        copy = functools.partial(
+            codecs.copy_blocks, source=jnp.maximum(from_ids, 0), destination=dropped
+        )
+        return LayerPages(copy(pages.k), copy(pages.v))
+
+    trips = (plan.num_copies + chunk - 1) // chunk
+    return jax.lax.fori_loop(0, trips, copy_chunk, pages)
+
+
+def _store_xla(
+    pages: LayerPages,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    spec: LayerSpec,
+) -> tuple[LayerPages, tuple[Audit, Audit]]:
+    block_size, num_blocks = pages.k.block_size, pages.k.num_blocks
+    target = jnp.where(slots >= 0, slots // block_size, num_blocks)
+    offset = jnp.maximum(slots, 0) % block_size
+
+    def store(side: Pages, x: jax.Array, spec: codecs.SideSpec, scale: jax.Array):  # type: ignore[no-untyped-def]
+        rows, audit = codecs.encode_rows(x.reshape(-1, *x.shape[-2:]), spec, scale)
+        return codecs.scatter_rows(side, rows, target, offset), audit
+
+    new_k, k_audit = store(pages.k, k, spec.k, k_scale)
+    new_v, v_audit = store(pages.v, v, spec.v, v_scale)
+    return LayerPages(new_k, new_v), (k_audit, v_audit)
+
+
+def _store_pallas_gpu(
+    pages: LayerPages,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    spec: LayerSpec,
+) -> tuple[LayerPages, tuple[Audit, Audit]]:
+    import pallas_kernels
+
+    new_k, new_v, audits = pallas_kernels.paged_write(
+        k.reshape(-1, *k.shape[-2:]),
+        v.reshape(-1, *v.shape[-2:]),
+        pages.k,
+        pages.v,
+        slots,
+        k_spec=spec.k,
+        v_spec=spec.v,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    return LayerPages(new_k, new_v), audits
+
+
+def _count_faults(audits: tuple[Audit, Audit], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Counts per fault kind, int32 [8], and the sequence slot of each kind's first, int32 [8]."""
+    counts = jnp.zeros((len(FaultKind),), jnp.int32)
+    where = jnp.full((len(FaultKind),), -1, jnp.int32)
+    if rows.size == 0:
+        return counts, where
+    stored = (rows >= 0).astype(jnp.int32)
+    k, v = audits
+    for kind, per_head in (
+        (FaultKind.SATURATED, (k.saturated, v.saturated)),
+        (FaultKind.FLUSHED, (k.flushed, v.flushed)),
+        (FaultKind.NON_FINITE, (k.non_finite, v.non_finite)),
+    ):
+        per_token = stored * sum(x.sum(-1) for x in per_head)
+        counts = counts.at[kind].set(per_token.sum())
+        where = where.at[kind].set(rows[jnp.argmax(per_token > 0)])
+    return counts, where
+
+
+def attend(
+    cache: PagedCache,
+    layer: int,
+    q: jax.Array,
+    plan: StepPlan,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Causal attention of a step's queries over what their sequences have stored.
+
+    Queries are aligned with the end of their sequence: the query of position p sees keys 0 to p,
+    this step's included. Softmax and sums are f32.
+
+    Args:
+      cache: the cache, after this layer's `write`.
+      layer: which layer, a static int.
+      q: [S, T, q_heads, head_dim] or [N, q_heads, head_dim]; q_heads a multiple of the layer's
+        num_kv_heads.
+      plan: the step's plan.
+      scale: factor of the scores; 1 / sqrt(head_dim) by default.
+      window: W sees keys p - W + 1 to p only, at the cost of the window.
+      soft_cap: scores become cap * tanh(score / cap), before the mask (Gemma 2).
+      sinks: f32 [q_heads], a learned logit per head that joins the denominator (gpt-oss).
+      return_lse: also return the log-sum-exp.
+      implementation: "xla", "pallas_gpu", or None for the best that serves.
+
+    Returns:
+      [..., q_heads, v_head_dim] in q's dtype; with `return_lse` also f32 [..., q_heads], natural
+      log, sinks included. Rows without a stored token are 0, their lse -inf.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape or option, or a closed cache.
+      NotImplementedError: the named implementation cannot serve; the message says why.
+    """
+    spec = cache.config.layer(layer)
+    _require_open(cache)
+    pages = cache.layers[layer]
+    return attention.attend_pages(
+        q,
+        pages.k,
+        pages.v,
+        plan,
+        k_spec=spec.k,
+        v_spec=spec.v,
+        k_scale=cache.k_scales[layer],
+        v_scale=cache.v_scales[layer],
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        return_lse=return_lse,
+        implementation=choose_implementation(cache.config, implementation, layer=layer),
+    )
+
+
+def supports(config: CacheConfig, implementation: Implementation) -> list[str]:
+    """Why an implementation cannot serve a config on this machine; an empty list means it can."""
+    reasons: list[str] = []
+    for layer in range(config.num_layers):
+        reasons += [r for r in unsupported(config, implementation, layer) if r not in reasons]
+    return reasons
+
+
+def check(cache: PagedCache, *, strict: bool = False) -> None:
+    """Raises if the cache counted faults that mean corruption: wrong ids, NaN, and the like.
+
+    Waits for the cache's arrays. What was refused left the cache exactly as it was.
+
+    Args:
+      cache: the cache.
+      strict: also raise on backpressure and lost precision (exhausted, full, saturated, flushed).
+
+    Raises:
+      CacheError: says what, where first, and what to do.
+    """
+    kinds = frozenset(FaultKind) if strict else CORRUPTION
+    if lines := explain(cache.faults, kinds):
+        raise CacheError("\n".join(lines))
+
+
+def report(cache: PagedCache) -> str:
+    """All fault counters in words, one line per kind that occurred."""
+    return "\n".join(explain(cache.faults)) or "no faults"
+
+
+def clear_faults(cache: PagedCache) -> PagedCache:
+    """The same cache with all fault counters at zero."""
+    return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, faults=Faults.create()))
+
+
+def trace(cache: PagedCache, block: int) -> list[tuple[str, int, int]]:
+    """The last events of a block, oldest first.
+
+    Returns:
+      (what, reference count after, step) of each event.
+
+    Raises:
+      ValueError: tracing is off, or there is no such block.
+    """
+    return blocks.read_trace(cache.pool, block)
+
+
+def _raise_in_debug(old: PagedCache, new: PagedCache) -> PagedCache:
+    """With `CacheConfig(debug=True)`: raises on corruption that a verb has just counted."""
+    if not new.config.debug:
+        return new
+
+    def raise_new(before: np.ndarray, counts: np.ndarray, first: np.ndarray) -> None:
+        kinds = {kind for kind in CORRUPTION if counts[kind] > before[kind]}
+        if lines := explain(Faults(counts, first), kinds):  # type: ignore[arg-type]
+            raise CacheError("\n".join(lines))
+
+    arrays = (old.faults.counts, new.faults.counts, new.faults.first)
+    if any(isinstance(a, jax.core.Tracer) for a in arrays):
+        jax.debug.callback(raise_new, *arrays)
+    else:
+        raise_new(*map(np.asarray, arrays))
+    return new
+
+
+def close(cache: PagedCache) -> PagedCache:
+    """Deletes every pool array, now.
+
+    Goes on past errors and raises the first of them at the end.
+
+    Returns:
+      A cache without pages that grants nothing; write and attend refuse it as closed.
+    """
+    first_error: Exception | None = None
+    for leaf in jax.tree.leaves(cache.layers):
+        try:
+            leaf.delete()
+        except Exception as error:  # a failing device must not keep the other pages alive
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error
+    config = cache.config
+    pool = dataclasses.replace(cache.pool, num_free=jnp.zeros_like(cache.pool.num_free))
+    empty = Sequences.create(config.max_sequences, config.max_blocks_per_sequence)
+    return dataclasses.replace(cache, layers=(), pool=pool, sequences=empty)
+
+
+def export_block(cache: PagedCache, layer: int, block: int) -> tuple[bytes, bytes]:
+    """The canonical bytes of one block of a layer.
+
+    All codes of the block come first, then all its scales; each ordered by token, KV head, dim,
+    packed least significant bit first, multi-byte values little-endian. fp8's layer scale is not
+    part of it.
+
+    Args:
+      cache: the cache.
+      layer: which layer.
+      block: which block.
+
+    Returns:
+      (K bytes, V bytes), as long as `config.block_bytes(layer)` says.
+
+    Raises:
+      ValueError: no such layer or block, or a closed cache.
+    """
+    spec = cache.config.layer(layer)
+    _require_open(cache)
+    _check_block(cache.config, block)
+    pages = cache.layers[layer]
+    return _side_bytes(pages.k, spec.k, block), _side_bytes(pages.v, spec.v, block)
+
+
+def _side_bytes(pages: Pages, spec: codecs.SideSpec, block: int) -> bytes:
+    rows = codecs.rows_of_block(pages, block)
+    data, scales = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), rows)
+    codes, scale_bytes = codecs.to_canonical_bytes(data, scales, spec)
+    return codes.tobytes() + scale_bytes.tobytes()
+
+
+def import_block(
+    cache: PagedCache, layer: int, block: int, k_bytes: bytes, v_bytes: bytes
+) -> PagedCache:
+    """Stores what `export_block` returned. Donates the cache: use only what this returns.
+
+    Args:
+      cache: the cache.
+      layer: which layer.
+      block: which block; its reference count does not change.
+      k_bytes: canonical bytes of the keys.
+      v_bytes: canonical bytes of the values.
+
+    Raises:
+      ValueError: no such layer or block, a wrong number of bytes, or a closed cache.
+    """
+    spec = cache.config.layer(layer)
+    _require_open(cache)
+    _check_block(cache.config, block)
+    expected = cache.config.block_bytes(layer)
+    for name, raw, size in zip(("k_bytes", "v_bytes"), (k_bytes, v_bytes), expected):
+        if len(raw) != size:
+            raise ValueError(f"{name}: got {len(raw)} bytes, expected {size}")
+    pages = cache.layers[layer]
+    new = LayerPages(
+        _import_side(pages.k, spec.k, spec.num_kv_heads, block, k_bytes),
+        _import_side(pages.v, spec.v, spec.num_kv_heads, block, v_bytes),
+    )
+    layers = (*cache.layers[:layer], new, *cache.layers[layer + 1 :])
+    return dataclasses.replace(cache, layers=layers)
+
+
+def _import_side(
+    pages: Pages, spec: codecs.SideSpec, num_heads: int, block: int, raw: bytes
+) -> Pages:
+    elements = pages.block_size * num_heads * spec.head_dim
+    split = spec.format.data_bytes(elements)
+    everything = np.frombuffer(raw, np.uint8)
+    data, scales = codecs.from_canonical_bytes(
+        everything[:split], everything[split:], (pages.block_size, num_heads), spec
+    )
+    data, scales = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (data, scales))
+    if scales is not None and scales.ndim == 3:
+        scales = jnp.swapaxes(scales, -1, -2)
+    return _set_block(pages, Pages(data, scales), jnp.int32(block))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_block(pages: Pages, new: Pages, block: jax.Array) -> Pages:
+    return jax.tree.map(lambda pool, one: pool.at[block].set(one), pages, new)
+
+
+def _check_block(config: CacheConfig, block: int) -> None:
+    if not 0 <= int(block) < config.num_blocks:
+        raise ValueError(f"block: got {block}, expected 0 to {config.num_blocks - 1}")

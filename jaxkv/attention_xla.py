@@ -9,11 +9,10 @@ maximum, sum and output of Milakov and Gimelshein, "Online normalizer calculatio
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._xla import fields
 from jaxkv.codecs import Pages, rotate, unrotate
@@ -24,6 +23,8 @@ _CHUNK_ELEMENTS = 384 * 1024
 # Query rows of one KV head that a tile aims at, and the most tokens of a tile.
 _TILE_ROWS = 256
 _TILE_TOKENS = 128
+# A key position beyond all queries.
+_NO_KEY = np.int32(2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ def partial_attention(
       0 and -inf where a query sees none of them.
     """
     num_queries, q_heads, _ = q.shape
+    q_is_exact = q.dtype == jnp.bfloat16 and k_spec.rotation == "none"
     kernel = _Kernel(
         k_spec=k_spec,
         v_spec=v_spec,
@@ -103,24 +105,29 @@ def partial_attention(
         block_size=k_pages.block_size,
         columns=queries.tables.shape[1],
         keys=keys,
+        q_parts=1 if q_is_exact else 2,
+        p_parts=1 if q.dtype == jnp.bfloat16 else 2,
     )
-    q = rotate(q, k_spec) * (scale if k_scale is None else scale * k_scale)
-    source = _Source(k_pages, v_pages, soft_cap)
+    scale = scale * np.float32(fields.factor(k_spec))
+    if k_scale is not None:
+        scale = scale * k_scale
+    source = _Source(k_pages, v_pages, scale, soft_cap)
+    q = rotate(q, k_spec)
     out = jnp.zeros((num_queries, q_heads, v_spec.head_dim), jnp.float32)
     lse = jnp.full((num_queries, q_heads), -jnp.inf, jnp.float32)
     out, lse = _all_tiles(kernel, source, queries, q, out, lse)
-    if v_scale is not None:
-        out = out * v_scale
+    out = out * (np.float32(fields.factor(v_spec)) * (1 if v_scale is None else v_scale))
     return unrotate(out, v_spec), lse
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What every tile reads."""
+    """What every tile reads: pages, f32 factor of raw scores, f32 soft cap."""
 
     k: Pages
     v: Pages
+    scale: jax.Array
     soft_cap: jax.Array | None
 
 
@@ -135,6 +142,8 @@ class _Kernel:
     block_size: int
     columns: int
     keys: KeyRange
+    q_parts: int
+    p_parts: int
 
     @property
     def group(self) -> int:
@@ -149,8 +158,8 @@ class _Kernel:
 
     def chunk_blocks(self, tokens: int) -> int:
         """Blocks that a tile of `tokens` queries reads at a time."""
-        head_dim = max(self.k_spec.head_dim, self.v_spec.head_dim)
-        blocks = round(_CHUNK_ELEMENTS / (self.kv_heads * head_dim * self.block_size))
+        width = max(self.k_spec.head_dim, self.v_spec.head_dim, tokens * self.group)
+        blocks = round(_CHUNK_ELEMENTS / (self.kv_heads * width * self.block_size))
         if self.keys.window is not None:
             span = self.keys.window + tokens + self.block_size - 2
             blocks = min(blocks, -(-span // self.block_size))
@@ -245,13 +254,16 @@ def _attend_tile(
     low_block = low // block_size
     seen = jnp.where(count > 0, first + count - keys.distance, 0) - low_block * block_size
     trips = jnp.maximum(-(-seen // (chunk * block_size)), 0)
+    operand = _operand(rows, fields.value_dtype(kernel.k_spec), kernel.q_parts)
 
     def body(i: jax.Array, state: _State) -> _State:
         column = low_block + i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        # Past the last column the last block is read again, for keys that nobody sees.
         ids = table.at[column].get(mode="clip")
         key = column[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        visible = _visible(keys, positions, key, ids >= 0)
-        return _absorb(kernel, source, state, rows, jnp.maximum(ids, 0), visible)
+        key = jnp.where(ids[:, None] >= 0, key, _NO_KEY).reshape(-1)
+        visible = _visible(keys, positions, key)
+        return _absorb(kernel, source, state, operand, jnp.maximum(ids, 0), visible)
 
     state = jax.lax.fori_loop(0, trips, body, _start(heads, size * group, kernel.v_spec.head_dim))
     return _finish(state, size, heads, group)
@@ -282,11 +294,10 @@ def _finish(state: _State, size: int, heads: int, group: int) -> tuple[jax.Array
     return out.reshape(size, heads * group, -1), lse.reshape(size, heads * group)
 
 
-def _visible(keys: KeyRange, positions: jax.Array, key: jax.Array, held: jax.Array) -> jax.Array:
-    """Which keys each row sees: bool [blocks, rows, block_size]."""
-    key = key[:, None, :]
+def _visible(keys: KeyRange, positions: jax.Array, key: jax.Array) -> jax.Array:
+    """Which of the keys, int32 [tokens], each row sees: bool [rows, tokens]."""
     distance = positions[:, None] - key
-    visible = (distance >= keys.distance) & held[:, None, None]
+    visible = distance >= keys.distance
     if keys.window is not None:
         visible &= distance < keys.window
     if keys.first:
@@ -298,47 +309,84 @@ def _absorb(
     kernel: _Kernel,
     source: _Source,
     state: _State,
-    rows: jax.Array,
+    operand: jax.Array,
     ids: jax.Array,
     visible: jax.Array,
 ) -> _State:
-    """Adds one chunk of blocks to the running softmax."""
-    k = fields.decode(fields.read_blocks(source.k, ids), kernel.k_spec)
-    v = fields.decode(fields.read_blocks(source.v, ids), kernel.v_spec)
-    scores = sum(
-        jnp.einsum("hrd,phtd->phrt", part, field, preferred_element_type=jnp.float32)
-        for part, field in zip(_split(rows, k), k.values)
-    )
+    """Adds a chunk of blocks to the running softmax."""
+    k = fields.decode(fields.read_blocks(source.k, ids), kernel.k_spec, shield=False)
+    scores = _scores(operand, k, state.top.shape[1]) * source.scale
     if source.soft_cap is not None:
         scores = source.soft_cap * jnp.tanh(scores / source.soft_cap)
-    visible = visible[:, None]
     scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.maximum(state.top, scores.max((0, 3)))
+    top = jnp.maximum(state.top, scores.max(-1))
     base = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(scores - base[None, :, :, None])
+    weights = jnp.exp(scores - base[..., None])
     keep = jnp.exp(state.top - base)
-    # A value that is not finite reaches the queries that see it, and no others.
-    bad = jnp.stack([(~jnp.isfinite(x)).any(-1) for x in v.values]).any(0)
-    weights = jnp.where(bad[:, :, None] & visible, jnp.nan, weights)
-    clean = [jnp.where(bad[..., None], 0, x) for x in v.values]
-    out = jnp.concatenate(
-        [
-            jnp.einsum("phrt,phtd->phrd", weights, x, preferred_element_type=jnp.float32).sum(0)
-            for x in clean
-        ],
-        -1,
-    )
+    v = fields.decode(fields.read_blocks(source.v, ids), kernel.v_spec, shield=True)
     return _State(
         top,
-        state.total * keep + weights.sum((0, 3)),
-        state.out * keep[..., None] + out,
+        state.total * keep + weights.sum(-1),
+        state.out * keep[..., None] + _weighted_sum(weights, v, visible, kernel.p_parts),
     )
 
 
-def _split(rows: jax.Array, chunk: fields.Fields) -> list[jax.Array]:
-    """Cuts rows [.., head_dim] as the fields of a chunk are cut."""
-    ends = [0]
-    for x in chunk.values:
-        ends.append(ends[-1] + x.shape[-1])
-    assert math.isclose(ends[-1], rows.shape[-1])
-    return [rows[..., a:b] for a, b in itertools.pairwise(ends)]
+def _scores(operand: jax.Array, k: fields.Fields, rows: int) -> jax.Array:
+    """Products of query rows, as `_operand` made them, with keys: f32 [heads, rows, tokens]."""
+    scores, first = jnp.float32(0), 0
+    for field in k.values:
+        last = first + field.shape[-1]
+        scores += _product("hrd,htd->hrt", operand[..., first:last], field)
+        first = last
+    scores = _join(scores, rows)
+    return scores if k.token_scale is None else scores * k.token_scale[:, None]
+
+
+def _weighted_sum(
+    weights: jax.Array, v: fields.Fields, visible: jax.Array, parts: int
+) -> jax.Array:
+    """Sum of values by weight: f32 [heads, rows, dim].
+
+    A value that is not finite makes the rows that see it NaN. No other row takes notice of it,
+    which takes a select: 0 times NaN is NaN.
+    """
+
+    def total(values: tuple[jax.Array, ...], bad: jax.Array | None) -> jax.Array:
+        shares = weights if v.token_scale is None else weights * v.token_scale[:, None]
+        if bad is not None:
+            shares = jnp.where(bad[:, None] & visible, jnp.nan, shares)
+        operand = _operand(shares, values[0].dtype, parts)
+        out = jnp.concatenate([_product("hrt,htd->hrd", operand, x) for x in values], -1)
+        return _join(out, weights.shape[1])
+
+    def shielded() -> jax.Array:
+        bad = jnp.stack([(~jnp.isfinite(x)).any(-1) for x in v.values]).any(0)
+        return total(tuple(jnp.where(bad[..., None], 0, x) for x in v.values), bad)
+
+    if v.bad is not None:
+        return total(v.values, v.bad)
+    out = total(v.values, None)
+    return jax.lax.cond(jnp.isfinite(out).all(), lambda: out, shielded)
+
+
+def _operand(rows: jax.Array, dtype: np.dtype, parts: int) -> jax.Array:
+    """F32 rows [.., rows, n] as the operand of a product with fields of a dtype."""
+    if dtype == jnp.float32:
+        return rows
+    # XLA has no fast bf16 product for a single row.
+    return fields.split_bf16(rows, 2 if rows.shape[-2] == 1 else parts)
+
+
+def _product(spec: str, operand: jax.Array, field: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        spec,
+        operand,
+        field,
+        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if field.dtype == jnp.float32 else None,
+    )
+
+
+def _join(x: jax.Array, rows: int) -> jax.Array:
+    """Sums the parts that `_operand` made: [heads, parts * rows, n] to [heads, rows, n]."""
+    return x if x.shape[1] == rows else x.reshape(x.shape[0], -1, rows, x.shape[-1]).sum(1)

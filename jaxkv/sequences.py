@@ -416,13 +416,16 @@ def _layout(
     num_sequences, columns = sequences.block_tables.shape
     if max_new_tokens is None:
         max_new_tokens = 1 if total_tokens is None else total_tokens
-    names = {"block_size": block_size, "max_new_tokens": max_new_tokens}
-    if total_tokens is not None:
-        names["total_tokens"] = total_tokens
-        max_new_tokens = min(max_new_tokens, total_tokens)
-    for name, value in names.items():
-        if value < 1:
+    numbers = {
+        "block_size": block_size,
+        "total_tokens": total_tokens,
+        "max_new_tokens": max_new_tokens,
+    }
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if total_tokens is not None:
+        max_new_tokens = min(max_new_tokens, total_tokens)
     limits = {
         "num_blocks * block_size": pool.num_blocks * block_size,
         "max_blocks_per_sequence * block_size": columns * block_size,

@@ -25,6 +25,7 @@ from jaxkv.cache import (
 from jaxkv.config import CacheConfig, LayerSpec
 from jaxkv.faults import CacheError, FaultKind, Faults
 from jaxkv.formats import Format, SideSpec, StorageFormat
+from jaxkv.qkv import write_qkv
 from jaxkv.sequences import Refusal, StepPlan
 
 __all__ = [
@@ -59,4 +60,5 @@ __all__ = [
     "trace",
     "trim",
     "write",
+    "write_qkv",
 ]

@@ -1,12 +1,21 @@
-"""Rotary position embeddings and RMS normalisation, as pure functions over arrays."""
+"""The fused layer entry: split, RMS normalisation, rotary positions, write.
+
+The parts are pure functions over arrays and useful by themselves.
+"""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+
+from jaxkv.cache import PagedCache, write
+from jaxkv.config import LayerSpec
+from jaxkv.dispatch import Implementation
+from jaxkv.sequences import StepPlan
 
 RopeStyle = Literal["none", "half", "interleaved"]
 ROPE_STYLES: tuple[RopeStyle, ...] = ("none", "half", "interleaved")
@@ -188,3 +197,152 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * inverse * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def write_qkv(
+    cache: PagedCache,
+    layer: int,
+    qkv: jax.Array,
+    plan: StepPlan,
+    *,
+    num_q_heads: int,
+    rope: tuple[jax.Array, jax.Array] | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
+    rope_style: RopeStyle = "half",
+    positions: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[PagedCache, jax.Array]:
+    """Splits a fused projection, normalises and rotates queries and keys, and writes the keys.
+
+    Norms, RoPE and encoding run in f32 with no rounding between them. Values are only copied.
+
+    Args:
+      cache: the cache, after `reserve`.
+      layer: which layer, a static int.
+      qkv: [S, T, n] or [N, n] rows [q | k | v] with n = num_q_heads * head_dim
+        + num_kv_heads * (head_dim + v_head_dim), any float dtype.
+      plan: the step's plan.
+      num_q_heads: query heads.
+      rope: (cos, sin), f32 [max_positions, rotary_dim / 2] each, rotary_dim <= head_dim; needed
+        unless rope_style is "none". A position that the tables do not reach is NaN, and counted.
+      q_norm: [head_dim], weight of an RMSNorm of every query head; None does not normalise.
+      k_norm: likewise for keys.
+      eps: epsilon of the norms.
+      rope_style: "half" pairs dim i with i + rotary_dim / 2, "interleaved" 2 i with 2 i + 1, "none"
+        does not rotate.
+      positions: int32 of the plan's token shape; None takes the tokens already in the sequence.
+      implementation: as in `jaxkv.write`.
+
+    Returns:
+      The cache with this layer written, and q [..., num_q_heads, head_dim] in qkv's dtype, ready
+      for `jaxkv.attend`.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: shapes that do not fit each other, the config or the plan.
+    """
+    spec = cache.config.layer(layer)
+    _check_qkv(qkv, plan, spec, num_q_heads)
+    _check_rope(rope, rope_style, spec.head_dim)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and weight.shape != (spec.head_dim,):
+            raise ValueError(
+                f"{name}: got shape {list(weight.shape)}, expected [{spec.head_dim}] "
+                "(the weight of one head)"
+            )
+    if positions is None:
+        positions = plan.positions
+    elif positions.shape != plan.token_shape:
+        raise ValueError(
+            f"positions: got shape {list(positions.shape)}, expected {list(plan.token_shape)}"
+        )
+    elif not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions: got dtype {positions.dtype}, expected integers")
+    q, k, v = _split_norm_rope(
+        qkv,
+        None if rope_style == "none" else rope,
+        q_norm,
+        k_norm,
+        positions,
+        spec=spec,
+        num_q_heads=num_q_heads,
+        eps=eps,
+        rope_style=rope_style,
+    )
+    cache = write(cache, layer, k, v, plan, implementation=implementation)
+    return cache, q
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "num_q_heads", "eps", "rope_style"))
+def _split_norm_rope(
+    qkv: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    positions: jax.Array,
+    *,
+    spec: LayerSpec,
+    num_q_heads: int,
+    eps: float,
+    rope_style: RopeStyle,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(q in qkv's dtype, k in f32, v in qkv's dtype), [..., heads, dim] each."""
+    q_end = num_q_heads * spec.head_dim
+    k_end = q_end + spec.num_kv_heads * spec.head_dim
+    lead = qkv.shape[:-1]
+
+    def head_rows(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        x = x.reshape(*lead, -1, spec.head_dim).astype(jnp.float32)
+        if weight is not None:
+            x = rms_norm(x, weight, eps)
+        return x if rope is None else apply_rope(x, positions, *rope, rope_style)
+
+    q = head_rows(qkv[..., :q_end], q_norm).astype(qkv.dtype)
+    k = head_rows(qkv[..., q_end:k_end], k_norm)
+    return q, k, qkv[..., k_end:].reshape(*lead, -1, spec.v_head_dim)
+
+
+def _check_qkv(qkv: jax.Array, plan: StepPlan, spec: LayerSpec, num_q_heads: int) -> None:
+    if num_q_heads <= 0 or num_q_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"num_q_heads: got {num_q_heads}, expected a multiple of the layer's "
+            f"{spec.num_kv_heads} KV heads"
+        )
+    width = num_q_heads * spec.head_dim + spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
+    expected = (*plan.token_shape, width)
+    if qkv.shape != expected:
+        raise ValueError(
+            f"qkv: got shape {list(qkv.shape)}, expected {list(expected)}: rows [q | k | v] of "
+            f"{num_q_heads} * {spec.head_dim} + {spec.num_kv_heads} * {spec.head_dim} + "
+            f"{spec.num_kv_heads} * {spec.v_head_dim}"
+        )
+    if not jnp.issubdtype(qkv.dtype, jnp.floating):
+        raise TypeError(f"qkv: got dtype {qkv.dtype}, expected a floating dtype")
+
+
+def _check_rope(
+    rope: tuple[jax.Array, jax.Array] | None, rope_style: RopeStyle, head_dim: int
+) -> None:
+    if rope_style not in ROPE_STYLES:
+        raise ValueError(f"rope_style: got {rope_style!r}, expected one of {ROPE_STYLES}")
+    if (rope is None) != (rope_style == "none"):
+        given = "no tables" if rope is None else "tables"
+        raise ValueError(
+            f"rope: got {given} with rope_style {rope_style!r}, expected (cos, sin) unless "
+            "rope_style is 'none'"
+        )
+    if rope is None:
+        return
+    cos, sin = rope
+    if cos.ndim != 2 or cos.shape != sin.shape:
+        raise ValueError(
+            f"rope: got cos {list(cos.shape)} and sin {list(sin.shape)}, expected two tables "
+            "[max_positions, rotary_dim / 2]"
+        )
+    if not 0 < 2 * cos.shape[1] <= head_dim:
+        raise ValueError(
+            f"rope: got tables of width {cos.shape[1]}, expected rotary_dim / 2 with rotary_dim "
+            f"<= head_dim = {head_dim}"
+        )

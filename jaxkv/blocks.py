@@ -9,6 +9,7 @@ comes before the scatter to the same array, so that a donated or loop-carried po
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -291,8 +292,17 @@ def occurrence_rank(ids: jax.Array) -> jax.Array:
     n = ids.shape[0]
     place = jnp.arange(n, dtype=jnp.int32)
     ordered, order = jax.lax.sort((ids, place), num_keys=1, is_stable=True)
-    rank = place - jnp.searchsorted(ordered, ordered, side="left").astype(jnp.int32)
+    rank = place - search(ordered, ordered, side="left")
     return jnp.zeros((n,), jnp.int32).at[order].set(rank)
+
+
+def search(ordered: jax.Array, values: jax.Array, side: Literal["left", "right"]) -> jax.Array:
+    """Where values belong in an ascending int32[n]: int32, of the values' shape.
+
+    Unrolled, the binary search is one kernel; a loop would launch several on a GPU.
+    """
+    place = jnp.searchsorted(ordered, values, side=side, method="scan_unrolled")
+    return place.astype(jnp.int32)
 
 
 def trace_events(

@@ -543,7 +543,7 @@ def _hand_out(
         size = 2 * busy + layout.total_tokens // layout.block_size
         order = jnp.arange(size, dtype=jnp.int32)
         ends = grant.base + grant.need
-        row = jnp.searchsorted(ends, order, side="right").astype(jnp.int32)
+        row = blocks.search(ends, order, side="right")
         is_popped = row < layout.sequences
         row = jnp.minimum(row, layout.sequences - 1)
         index = order - grant.base[row]
@@ -603,7 +603,7 @@ def _place_tokens(
     else:
         token = jnp.arange(layout.total_tokens, dtype=jnp.int32)
         # The last sequence that begins at or before a token; those of no tokens share an offset.
-        row = jnp.searchsorted(offsets, token, side="right").astype(jnp.int32) - 1
+        row = blocks.search(offsets, token, side="right") - 1
         index = token - offsets[row]
     is_stored = index < tokens[row]
     positions = jnp.where(is_stored, starts[row] + index, 0)
@@ -646,7 +646,7 @@ def _walk[State](
     ends = jnp.cumsum(chunks, dtype=jnp.int32)
 
     def body(turn, state):
-        row = jnp.searchsorted(ends, turn, side="right").astype(jnp.int32)
+        row = blocks.search(ends, turn, side="right")
         skipped = (turn - ends[row] + chunks[row]) * chunk
         columns = last[row] - 1 - skipped - jnp.arange(chunk, dtype=jnp.int32)
         return visit(state, row, jnp.where(columns >= first[row], columns, -1))

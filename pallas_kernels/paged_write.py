@@ -14,23 +14,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkv.codecs import Audit, Pages
 from jaxkv.formats import SideSpec
-from pallas_kernels._compat import plgpu, store
-from pallas_kernels.write import encode, rotation, tiles
-from pallas_kernels.write.staging import Staging
+from pallas_kernels._compat import plgpu
+from pallas_kernels.write import tiles
+from pallas_kernels.write.side import Side, own_scratch, scratch_types, unpack_audit
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
-
-# Bit fields of a token's audit word.
-_SATURATED_BITS = 12
-_FLUSHED_BITS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +85,8 @@ def paged_write(
       x_v: [N, heads, v_head_dim], any of these dtypes.
       k_pages: the keys' pages.
       v_pages: the values' pages.
-      slots: int32 [N], block * block_size + offset; -1 skips the token. Slots are distinct.
+      slots: int32 [N], block * block_size + offset; -1 skips the token. Others are distinct and
+        in range.
       k_spec: the keys' side.
       v_spec: the values' side.
       k_scale: f32 scalar, fp8 keys only; None means 1.
@@ -104,23 +100,28 @@ def paged_write(
 
     Raises:
       NotImplementedError: a head_dim, block_size or dtype that the kernels do not take.
+      TypeError: slots of another dtype.
       ValueError: shapes that do not belong together.
     """
-    reasons = write_unsupported_reasons(
-        k_spec, v_spec, block_size=k_pages.block_size, dtype=x_k.dtype
-    )
+    reasons = [
+        reason
+        for dtype in {x_k.dtype, x_v.dtype}
+        for reason in write_unsupported_reasons(
+            k_spec, v_spec, block_size=k_pages.block_size, dtype=dtype
+        )
+    ]
     if reasons:
-        raise NotImplementedError("paged_write: " + "; ".join(reasons))
-    _check_shapes(x_k, x_v, slots, k_pages, v_pages, k_spec, v_spec)
-    scales = tuple(
-        jnp.asarray(1 if scale is None else scale, jnp.float32).reshape(1)
-        for scale in (k_scale, v_scale)
-    )
+        raise NotImplementedError("paged_write: " + "; ".join(sorted(set(reasons))))
+    for name, x, pages, spec in (("x_k", x_k, k_pages, k_spec), ("x_v", x_v, v_pages, v_spec)):
+        expected = (slots.shape[0], pages.data[0].shape[1], spec.head_dim)
+        if x.shape != expected:
+            raise ValueError(f"{name}: got shape {x.shape}, expected {expected}")
+    check_slots(slots)
     (k_pages, v_pages), audits = _write(
         (x_k, x_v),
         (k_pages, v_pages),
         slots,
-        scales,
+        (layer_scale(k_scale), layer_scale(v_scale)),
         specs=(k_spec, v_spec),
         tuning=tuning or WriteTuning(),
         interpret=interpret,
@@ -128,151 +129,15 @@ def paged_write(
     return k_pages, v_pages, audits
 
 
-def _check_shapes(
-    x_k: jax.Array,
-    x_v: jax.Array,
-    slots: jax.Array,
-    k_pages: Pages,
-    v_pages: Pages,
-    k_spec: SideSpec,
-    v_spec: SideSpec,
-) -> None:
-    for name, x, pages, spec in (("x_k", x_k, k_pages, k_spec), ("x_v", x_v, v_pages, v_spec)):
-        expected = (slots.shape[0], pages.data[0].shape[1], spec.head_dim)
-        if x.shape != expected:
-            raise ValueError(f"{name}: got shape {x.shape}, expected {expected}")
-    if slots.dtype != jnp.int32:
-        raise TypeError(f"slots: got {slots.dtype}, expected int32")
+def check_slots(slots: jax.Array) -> None:
+    """Raises TypeError unless slots are int32 [N]."""
+    if slots.dtype != jnp.int32 or slots.ndim != 1:
+        raise TypeError(f"slots: got {slots.dtype}{list(slots.shape)}, expected int32 [N]")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Side:
-    """The static part of one side's work in the kernel."""
-
-    spec: SideSpec
-    block_size: int
-    portable: bool
-
-    @property
-    def staging(self) -> Staging:
-        return Staging(self.spec)
-
-    @property
-    def tile(self) -> tiles.Tile:
-        return tiles.Tile(self.spec.head_dim)
-
-    def view(self, pages: Pages) -> list[jax.Array]:
-        """The pages' arrays, rows split as the kernel stores them."""
-        planes = [
-            plane.reshape(*plane.shape[:-1], *p.row)
-            for plane, p in zip(pages.data, self.staging.planes)
-        ]
-        if pages.scales is None:
-            return planes
-        scales = pages.scales
-        if self.spec.format.scale == "group_bf16":
-            b, h, groups, size = scales.shape
-            scales = scales.reshape(b, h, groups // 4, 4, size)
-        return [*planes, scales]
-
-    def unview(self, arrays: list[jax.Array], pages: Pages) -> Pages:
-        """Inverse of `view`."""
-        leaves, tree = jax.tree.flatten(pages)
-        return jax.tree.unflatten(tree, [a.reshape(x.shape) for a, x in zip(arrays, leaves)])
-
-    def sync(self) -> None:
-        """Makes shared memory stores visible to the whole tile."""
-        if not self.portable:
-            plgpu.commit_smem()
-
-    def body(
-        self,
-        tile_index: Any,
-        head: Any,
-        x: Any,
-        slots: Any,
-        scale: Any,
-        pages: list[Any],
-        audit: Any,
-        scratch: dict[str, Any],
-    ) -> None:
-        """Encodes and stores one tile."""
-        tile, staging = self.tile, self.staging
-        start = tile_index * tile.tokens
-        x_tile = x.at[pl.ds(start, tile.tokens), head]
-        if self.spec.rotation == "none":
-            values = tiles.load(x_tile, tile.grouped).astype(jnp.float32)
-        else:
-            values = tiles.load(x_tile, tile.transposed).astype(jnp.float32)
-            values = rotation.rotate(values, self.spec, tile, scratch["exchange"], self.sync)
-        layer_scale = scale[0] if self.spec.format.scale == "layer_f32" else None
-        stored, non_finite = encode.encode(values, self.spec, tile, layer_scale)
-        staging.stage_codes(scratch["codes"], stored.codes)
-        if stored.scales is not None:
-            staging.stage_scales(scratch["scales"], stored.scales)
-        token_slots = tiles.load(slots.at[pl.ds(start, tile.tokens)], tile.token_layout)
-        store(
-            audit.at[head, pl.ds(start, tile.tokens)],
-            jnp.where(token_slots < 0, jnp.int32(0), _audit_word(stored, non_finite)),
-        )
-        self.sync()
-        self._store_rows(start, head, slots, pages, scratch)
-
-    def _store_rows(
-        self, start: Any, head: Any, slots: Any, pages: list[Any], scratch: dict[str, Any]
-    ) -> None:
-        staging = self.staging
-
-        def store_row(row: Any, carry: None) -> None:
-            slot = slots[start + row]
-
-            @pl.when(slot >= 0)
-            def _() -> None:
-                block = lax.div(slot, np.int32(self.block_size))
-                offset = lax.rem(slot, np.int32(self.block_size))
-                for plane, ref in zip(staging.planes, pages):
-                    words = staging.load_row(scratch["codes"], plane, row)
-                    store(ref.at[block, head, offset], words)
-                if len(pages) > len(staging.planes):
-                    self._store_scales(scratch["scales"], row, pages[-1], block, head, offset)
-
-            return carry
-
-        lax.fori_loop(0, self.tile.tokens, store_row, None)
-
-    def _store_scales(
-        self, staged: Any, row: Any, scales: Any, block: Any, head: Any, offset: Any
-    ) -> None:
-        match self.spec.format.scale:
-            case "group_e4m3":
-                for word in range(self.tile.words):
-                    scales[block, head, word, offset] = staged[row, word]
-            case "group_bf16":
-                layout = tiles.row_layout((1, self.tile.words, 4))
-                values = tiles.load(staged.at[pl.ds(row, 1)], layout)
-                store(scales.at[block, pl.ds(head, 1), :, :, offset], values)
-            case "token_f16":
-                scales[block, head, offset] = staged[row]
-
-
-def _audit_word(stored: encode.Stored, non_finite: jax.Array) -> jax.Array:
-    """One int32 per token: saturated, then flushed, then non-finite, from the low bits up."""
-    word = jnp.where(non_finite > 0, jnp.int32(1 << (_SATURATED_BITS + _FLUSHED_BITS)), 0)
-    if stored.saturated is not None:
-        word = word | stored.saturated
-    if stored.flushed is not None:
-        word = word | (stored.flushed << np.int32(_SATURATED_BITS))
-    return word
-
-
-def _unpack_audit(word: jax.Array) -> Audit:
-    """Audit words int32 [heads, N] to counts [N, heads]."""
-    word = word.T
-    return Audit(
-        saturated=word & (2**_SATURATED_BITS - 1),
-        flushed=(word >> _SATURATED_BITS) & (2**_FLUSHED_BITS - 1),
-        non_finite=word >> (_SATURATED_BITS + _FLUSHED_BITS),
-    )
+def layer_scale(scale: jax.Array | float | None) -> jax.Array:
+    """A layer's scale as the kernels take it: f32 [1]."""
+    return jnp.asarray(1 if scale is None else scale, jnp.float32).reshape(1)
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "tuning", "interpret"))
@@ -280,81 +145,115 @@ def _write(
     x: tuple[jax.Array, jax.Array],
     pages: tuple[Pages, Pages],
     slots: jax.Array,
-    scales: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, jax.Array],
     *,
     specs: tuple[SideSpec, SideSpec],
     tuning: WriteTuning,
     interpret: Any,
 ) -> tuple[tuple[Pages, ...], tuple[Audit, ...]]:
     """One kernel for both sides; jitted, so that layers of equal shape share one computation."""
-    sides = [_Side(spec, p.block_size, tuning.portable) for spec, p in zip(specs, pages)]
+    sides = make_sides(specs, pages, tuning, interpret)
     count, heads = x[0].shape[:2]
-    padded = -(-count // _tile_step(sides)) * _tile_step(sides)
-    x_tiles = [_as_tiles(a, side, padded) for a, side in zip(x, sides)]
+    padded = padded_tokens(count, sides)
+    tiles_x = [_as_tiles(a, side, padded) for a, side in zip(x, sides)]
     slots = jnp.pad(slots, (0, padded - count), constant_values=-1)
     refs = [[jax.new_ref(a) for a in side.view(p)] for side, p in zip(sides, pages)]
-    steps = [padded // side.tile.tokens for side in sides]
+    num_tiles = [padded // side.tile.tokens for side in sides]
 
     def body(*args: Any, **scratch: Any) -> None:
-        x_k, x_v, slots_ref, k_scale, v_scale, *rest = args
-        k_refs, v_refs = rest[: len(refs[0])], rest[len(refs[0]) : len(refs[0]) + len(refs[1])]
-        audits = rest[len(refs[0]) + len(refs[1]) :]
+        x_refs, slots_ref, scale_refs, page_refs, audits = split_refs(args, (2, None, 2), refs)
         index, head = lax.axis_index("tile"), lax.axis_index("head")
-        work = zip(sides, (x_k, x_v), (k_scale, v_scale), (k_refs, v_refs), audits, ("k", "v"))
-        first = 0
-        for side, x_ref, scale, page_refs, audit, name in work:
-            own = {key[2:]: ref for key, ref in scratch.items() if key[0] == name}
-            last = first + steps[name == "v"]
 
-            @pl.when((index >= first) & (index < last))
-            def _(
-                side=side,
-                first=first,
-                x_ref=x_ref,
-                scale=scale,
-                page_refs=page_refs,
-                audit=audit,
-                own=own,
-            ) -> None:
-                side.body(index - first, head, x_ref, slots_ref, scale, page_refs, audit, own)
+        def write_side(which: int, tile_index: Any) -> None:
+            side = sides[which]
+            start = tile_index * side.tile.tokens
+            x_tile = x_refs[which].at[pl.ds(start, side.tile.tokens), head]
+            values = tiles.load(x_tile, side.input_layout).astype(jnp.float32)
+            own = own_scratch("kv"[which], scratch)
+            side.write(
+                values,
+                start,
+                head,
+                slots_ref,
+                scale_refs[which],
+                page_refs[which],
+                audits[which],
+                own,
+            )
 
-            first = last
+        pl.when(index < num_tiles[0])(lambda: write_side(0, index))
+        pl.when(index >= num_tiles[0])(lambda: write_side(1, index - num_tiles[0]))
 
-    scratch = {
-        f"{name}_{key}": value
-        for name, side in zip("kv", sides)
-        for key, value in side.staging.scratch().items()
-    }
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((heads, padded), jnp.int32)] * 2,
-        grid=(sum(steps), heads),
+        grid=(sum(num_tiles), heads),
         grid_names=("tile", "head"),
-        scratch_types=scratch,
-        compiler_params=_compiler_params(tuning),
+        scratch_types=scratch_types(dict(zip("kv", sides))),
+        compiler_params=compiler_params(tuning),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    words = kernel(*x_tiles, slots, *scales, *refs[0], *refs[1])
-    new_pages = tuple(
+    words = kernel(*tiles_x, slots, *scales, *refs[0], *refs[1])
+    new_pages = freeze_pages(sides, refs, pages)
+    return new_pages, tuple(unpack_audit(word[:, :count]) for word in words)
+
+
+def make_sides(
+    specs: tuple[SideSpec, ...], pages: tuple[Pages, ...], tuning: WriteTuning, interpret: Any
+) -> list[Side]:
+    """The static sides of a kernel."""
+    return [
+        Side(spec, p.block_size, tuning.portable, interpret is not None)
+        for spec, p in zip(specs, pages)
+    ]
+
+
+def split_refs(
+    args: tuple[Any, ...], inputs: tuple[int | None, ...], pages: list[list[Any]]
+) -> list[Any]:
+    """Sorts a kernel's references.
+
+    Args:
+      args: inputs, then the pages' arrays, then outputs.
+      inputs: how many references each input has; None for one that comes alone.
+      pages: what the pages' arrays look like, a list per side.
+
+    Returns:
+      One entry per input, then the pages, a list per side, then the list of outputs.
+    """
+    rest = list(args)
+    entries: list[Any] = []
+    for size in inputs:
+        entries.append(rest.pop(0) if size is None else [rest.pop(0) for _ in range(size)])
+    entries.append([[rest.pop(0) for _ in side] for side in pages])
+    return [*entries, rest]
+
+
+def freeze_pages(
+    sides: list[Side], refs: list[list[Any]], pages: tuple[Pages, ...]
+) -> tuple[Pages, ...]:
+    """The pages after the kernel has written through the references."""
+    return tuple(
         side.unview([jax.freeze(r) for r in side_refs], p)
         for side, side_refs, p in zip(sides, refs, pages)
     )
-    return new_pages, tuple(_unpack_audit(word[:, :count]) for word in words)
 
 
-def _compiler_params(tuning: WriteTuning) -> Any:
+def compiler_params(tuning: WriteTuning) -> Any:
+    """Compiler parameters of the write kernels."""
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         unsafe_no_auto_barriers=not tuning.portable,
     )
 
 
-def _tile_step(sides: list[_Side]) -> int:
+def padded_tokens(count: int, sides: list[Side]) -> int:
     """Tokens that fill whole tiles of every side."""
-    return math.lcm(*(side.tile.tokens for side in sides))
+    step = math.lcm(*(side.tile.tokens for side in sides))
+    return -(-count // step) * step
 
 
-def _as_tiles(x: jax.Array, side: _Side, padded: int) -> jax.Array:
+def _as_tiles(x: jax.Array, side: Side, padded: int) -> jax.Array:
     """[N, heads, head_dim] as [padded, heads, words, 4, 16]."""
     x = jnp.pad(x, ((0, padded - x.shape[0]), (0, 0), (0, 0)))
     return x.reshape(*x.shape[:2], *side.tile.shape[1:])

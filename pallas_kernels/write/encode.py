@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 
 from jaxkv.formats import E2M1_MAGNITUDES, NVFP4_PROBES, SideSpec
+from pallas_kernels._compat import plgpu
+from pallas_kernels.write import exact
 from pallas_kernels.write.tiles import Tile, bits_of, f32, float_of
 
 E4M3_MAX = f32(448.0)
@@ -109,10 +111,10 @@ def _encode_float(dtype: Any) -> Callable[..., Stored]:
 
 
 def _encode_fp8(x: jax.Array, bad: jax.Array, spec: SideSpec, tile: Tile, scale: Any) -> Stored:
-    del spec, tile
+    del spec
     ratio = jnp.where(bad, f32(0), x)
     if scale is not None:
-        ratio = ratio / scale
+        ratio = exact.divide(ratio, tile.spread(scale), tile)
     codes = jnp.where(bad, E4M3_NAN, _signed_e4m3(ratio))
     return Stored(codes, None, count(jnp.abs(ratio) > FP8_SATURATED))
 
@@ -124,7 +126,7 @@ def _encode_int8(x: jax.Array, bad: jax.Array, spec: SideSpec, tile: Tile, scale
     amax = _token_max(x)
     step = jnp.minimum(amax * f32(1 / 127), F16_MAX).astype(jnp.float16).astype(jnp.float32)
     step = jnp.where((amax > 0) & (step == 0), F16_TINY, step)
-    ratio = x / tile.spread(jnp.where(step == 0, f32(1), step))
+    ratio = exact.divide(x, tile.spread(jnp.where(step == 0, f32(1), step)), tile)
     ratio = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
     codes = jnp.minimum(jnp.maximum(ratio, f32(-127)), f32(127)).astype(jnp.int32)
     codes = lax.bitcast_convert_type(codes, jnp.uint32) & np.uint32(0xFF)
@@ -136,7 +138,7 @@ def _encode_turbo8(x: jax.Array, bad: jax.Array, spec: SideSpec, tile: Tile, sca
     del spec, scale
     x = jnp.where(bad, f32(0), x)
     step = jnp.maximum(_group_max(x) * f32(1 / 448), TURBO8_MIN_SCALE).astype(jnp.bfloat16)
-    codes = _signed_e4m3(x / tile.spread(step.astype(jnp.float32)))
+    codes = _signed_e4m3(exact.divide(x, tile.spread(step.astype(jnp.float32)), tile))
     bad_groups = _any_element(bad)
     stored = jnp.where(bad_groups, f32(np.nan), step.astype(jnp.float32)).astype(jnp.bfloat16)
     return Stored(codes, stored)
@@ -211,27 +213,41 @@ def _sum_squares(x: jax.Array) -> jax.Array:
 
 def _least_error(
     x: jax.Array,
-    bytes_: list[jax.Array],
+    probes: tuple[float, ...],
+    probe: Callable[[jax.Array], jax.Array],
     unit_of: Callable[[jax.Array], jax.Array],
     ladder: _Ladder,
     tile: Tile,
 ) -> jax.Array:
-    """The scale byte with the least squared error; the first listed wins a tie."""
+    """The scale byte with the least squared error; the first listed wins a tie.
+
+    A loop, not unrolled: it keeps the registers of one attempt alive instead of those of six.
+
+    Args:
+      x: the groups.
+      probes: what to try, numbers that `probe` turns into bytes.
+      probe: f32 scalar to bytes [tokens, words, 4].
+      unit_of: bytes to the size of one unit of the ladder.
+      ladder: the quantizer.
+      tile: the tile.
+    """
     magnitude = jnp.abs(x)
 
-    def error(byte: jax.Array) -> jax.Array:
+    def attempt(index: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        value = jnp.float32(probes[0])
+        for i, other in enumerate(probes[1:], start=1):
+            value = jnp.where(index == i, f32(other), value)
+        byte = probe(value)
         unit = unit_of(byte)
         _, level = ladder.rank(x, unit, tile)
-        return _sum_squares(magnitude - level * tile.spread(unit))
+        error = _sum_squares(magnitude - level * tile.spread(unit))
+        # Errors beyond f32 are never less than infinity: the first probe is the start.
+        better = error < best[0]
+        return jnp.where(better, error, best[0]), jnp.where(better, byte, best[1])
 
-    best_byte, *others = bytes_
-    best = error(best_byte)
-    for byte in others:
-        candidate = error(byte)
-        better = candidate < best
-        best = jnp.where(better, candidate, best)
-        best_byte = jnp.where(better, byte, best_byte)
-    return best_byte
+    first = probe(jnp.float32(probes[0]))
+    start = plgpu.layout_cast(jnp.full(first.shape, f32(np.inf)), tile.grouped.reduce(3))
+    return lax.fori_loop(0, len(probes), attempt, (start, first))[1]
 
 
 def _codebook_codes(x: jax.Array, rank: jax.Array, empty: jax.Array, half: int) -> jax.Array:
@@ -247,8 +263,8 @@ def _codebook_reference(x: jax.Array, spec: SideSpec, tile: Tile) -> tuple[jax.A
     rank, level = ladder.rank(x, amax * f32(1 / spec.codebook.top), tile)
     empty = tile.spread(amax) == 0
     level = jnp.where(empty, f32(ladder.magnitudes[0]), level)
-    norm = jnp.sqrt(_sum_squares(x)) / jnp.sqrt(_sum_squares(level))
-    byte = to_e4m3(norm)
+    norm, level_norm = (exact.sqrt(_sum_squares(a), tile) for a in (x, level))
+    byte = to_e4m3(exact.divide(norm, level_norm, tile))
     return _codebook_codes(x, rank, empty, half), byte, byte == E4M3_MAX_BYTE
 
 
@@ -257,14 +273,14 @@ def _codebook_searched(x: jax.Array, spec: SideSpec, tile: Tile) -> tuple[jax.Ar
     first = to_e4m3(_group_max(x) * f32(book.divisor / book.top))
     low = jnp.minimum(first, np.uint32(1)).astype(jnp.int32)
 
-    def attempt(offset: int) -> jax.Array:
-        byte = jnp.maximum(first.astype(jnp.int32) + np.int32(offset), low)
+    def probe(offset: jax.Array) -> jax.Array:
+        byte = jnp.maximum(first.astype(jnp.int32) + offset.astype(jnp.int32), low)
         return jnp.minimum(byte, np.int32(E4M3_MAX_BYTE)).astype(jnp.uint32)
 
     def unit(byte: jax.Array) -> jax.Array:
         return from_e4m3(byte) * f32(1 / book.divisor)
 
-    byte = _least_error(x, [attempt(o) for o in book.probes], unit, ladder, tile)
+    byte = _least_error(x, book.probes, probe, unit, ladder, tile)
     rank, _ = ladder.rank(x, unit(byte), tile)
     codes = _codebook_codes(x, rank, tile.spread(byte) == 0, len(ladder.magnitudes))
     return codes, byte, (byte == E4M3_MAX_BYTE) | (first == E4M3_MAX_BYTE)
@@ -274,7 +290,8 @@ def _nvfp4_codes(x: jax.Array, byte: jax.Array, tile: Tile) -> jax.Array:
     """Nearest-even E2M1 of x / scale; a zero scale leaves the sign alone."""
     scale = from_e4m3(byte)
     divisor = tile.spread(jnp.where(scale == 0, f32(1), scale))
-    ratio = jnp.where(tile.spread(scale) == 0, f32(0), jnp.abs(x) / divisor)
+    ratio = exact.divide(jnp.abs(x), divisor, tile)
+    ratio = jnp.where(tile.spread(scale) == 0, f32(0), ratio)
     ratio = jnp.minimum(ratio, f32(6.0))
     bits = bits_of(ratio)
     odd = (bits >> np.uint32(22)) & np.uint32(1)
@@ -290,8 +307,9 @@ def _nvfp4(x: jax.Array, spec: SideSpec, tile: Tile) -> tuple[jax.Array, ...]:
     first = to_e4m3(raw)
     byte = first
     if spec.encoding == "searched":
-        probes = [to_e4m3(raw * f32(m)) for m in NVFP4_PROBES]
-        byte = _least_error(x, probes, from_e4m3, _Ladder.of(spec), tile)
+        byte = _least_error(
+            x, NVFP4_PROBES, lambda m: to_e4m3(raw * m), from_e4m3, _Ladder.of(spec), tile
+        )
     saturated = (byte == E4M3_MAX_BYTE) | (first == E4M3_MAX_BYTE)
     return _nvfp4_codes(x, byte, tile), byte, saturated
 

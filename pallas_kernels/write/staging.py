@@ -42,14 +42,16 @@ class Staging:
 
     Attributes:
       spec: the side.
+      interpreted: as in `Tile`.
     """
 
     spec: SideSpec
+    interpreted: bool = False
 
     @property
     def tile(self) -> Tile:
         """The tile."""
-        return Tile(self.spec.head_dim)
+        return Tile(self.spec.head_dim, self.interpreted)
 
     @property
     def bits(self) -> int:

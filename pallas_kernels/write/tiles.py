@@ -46,9 +46,11 @@ class Tile:
 
     Attributes:
       head_dim: elements of the head: 64, 128 or 256.
+      interpreted: whether the kernel runs in the interpreter, which takes no inline PTX.
     """
 
     head_dim: int
+    interpreted: bool = False
 
     @property
     def words(self) -> int:

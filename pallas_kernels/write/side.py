@@ -1,0 +1,192 @@
+"""One side (K or V) of a write kernel: encode a tile, then store its rows at their slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxkv.codecs import Audit, Pages
+from jaxkv.formats import SideSpec
+from pallas_kernels._compat import plgpu, store
+from pallas_kernels.write import encode, rotation, tiles
+from pallas_kernels.write.staging import Staging
+
+# Bit fields of a token's audit word.
+_SATURATED_BITS = 12
+_FLUSHED_BITS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The static part of one side's work.
+
+    Attributes:
+      spec: format, head_dim, encoding, rotation.
+      block_size: tokens of a block.
+      portable: as in `WriteTuning`.
+      interpreted: whether the kernel runs in the interpreter.
+    """
+
+    spec: SideSpec
+    block_size: int
+    portable: bool
+    interpreted: bool
+
+    @property
+    def staging(self) -> Staging:
+        """How rows are staged in shared memory."""
+        return Staging(self.spec, self.interpreted)
+
+    @property
+    def tile(self) -> tiles.Tile:
+        """The tile."""
+        return self.staging.tile
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether values are rotated here."""
+        return self.spec.rotation != "none"
+
+    @property
+    def input_layout(self) -> Any:
+        """The register layout in which `write` takes values."""
+        return self.tile.transposed if self.is_rotated else self.tile.grouped
+
+    def sync(self) -> None:
+        """Makes shared memory stores visible to the whole tile."""
+        if not self.portable:
+            plgpu.commit_smem()
+
+    def view(self, pages: Pages) -> list[jax.Array]:
+        """The pages' arrays, rows split as the kernel stores them."""
+        planes = [
+            array.reshape(*array.shape[:-1], *plane.row)
+            for array, plane in zip(pages.data, self.staging.planes)
+        ]
+        if pages.scales is None:
+            return planes
+        scales = pages.scales
+        if self.spec.format.scale == "group_bf16":
+            blocks, heads, groups, size = scales.shape
+            scales = scales.reshape(blocks, heads, groups // 4, 4, size)
+        return [*planes, scales]
+
+    def unview(self, arrays: list[jax.Array], pages: Pages) -> Pages:
+        """Inverse of `view`."""
+        leaves, tree = jax.tree.flatten(pages)
+        return jax.tree.unflatten(tree, [a.reshape(x.shape) for a, x in zip(arrays, leaves)])
+
+    def write(
+        self,
+        values: jax.Array,
+        start: Any,
+        head: Any,
+        slots: Any,
+        scale: Any,
+        pages: list[Any],
+        audit: Any,
+        scratch: dict[str, Any],
+    ) -> None:
+        """Encodes and stores one tile.
+
+        Args:
+          values: f32 of the tile's shape, in `input_layout`.
+          start: the tile's first token.
+          head: which head.
+          slots: int32 [N] reference.
+          scale: f32 [1] reference, the layer's scale.
+          pages: references to the arrays of `view`.
+          audit: int32 [heads, N] reference.
+          scratch: shared memory of `Staging.scratch`.
+        """
+        tile, staging = self.tile, self.staging
+        if self.is_rotated:
+            values = rotation.rotate(values, self.spec, tile, scratch["exchange"], self.sync)
+        layer_scale = scale[0] if self.spec.format.scale == "layer_f32" else None
+        stored, non_finite = encode.encode(values, self.spec, tile, layer_scale)
+        staging.stage_codes(scratch["codes"], stored.codes)
+        if stored.scales is not None:
+            staging.stage_scales(scratch["scales"], stored.scales)
+        tokens = pl.ds(start, tile.tokens)
+        skipped = tiles.load(slots.at[tokens], tile.token_layout) < 0
+        word = jnp.where(skipped, jnp.int32(0), _audit_word(stored, non_finite))
+        store(audit.at[head, tokens], word)
+        self.sync()
+        self._store_rows(start, head, slots, pages, scratch)
+
+    def _store_rows(
+        self, start: Any, head: Any, slots: Any, pages: list[Any], scratch: dict[str, Any]
+    ) -> None:
+        planes = self.staging.planes
+
+        def store_row(row: Any, carry: None) -> None:
+            slot = slots[start + row]
+
+            @pl.when(slot >= 0)
+            def _() -> None:
+                block = lax.div(slot, np.int32(self.block_size))
+                offset = lax.rem(slot, np.int32(self.block_size))
+                for plane, ref in zip(planes, pages):
+                    words = self.staging.load_row(scratch["codes"], plane, row)
+                    store(ref.at[block, head, offset], words)
+                if len(pages) > len(planes):
+                    self._store_scales(scratch["scales"], row, pages[-1], block, head, offset)
+
+            return carry
+
+        lax.fori_loop(0, self.tile.tokens, store_row, None)
+
+    def _store_scales(
+        self, staged: Any, row: Any, scales: Any, block: Any, head: Any, offset: Any
+    ) -> None:
+        match self.spec.format.scale:
+            case "group_e4m3":
+                for word in range(self.tile.words):
+                    scales[block, head, word, offset] = staged[row, word]
+            case "group_bf16":
+                layout = tiles.row_layout((1, self.tile.words, 4))
+                values = tiles.load(staged.at[pl.ds(row, 1)], layout)
+                store(scales.at[block, pl.ds(head, 1), :, :, offset], values)
+            case "token_f16":
+                scales[block, head, offset] = staged[row]
+
+
+def _audit_word(stored: encode.Stored, non_finite: jax.Array) -> jax.Array:
+    """One int32 per token: saturated, then flushed, then non-finite, from the low bits up."""
+    word = jnp.where(non_finite > 0, jnp.int32(1 << (_SATURATED_BITS + _FLUSHED_BITS)), 0)
+    if stored.saturated is not None:
+        word = word | stored.saturated
+    if stored.flushed is not None:
+        word = word | (stored.flushed << np.int32(_SATURATED_BITS))
+    return word
+
+
+def unpack_audit(word: jax.Array) -> Audit:
+    """Audit words int32 [heads, N] to counts [N, heads]."""
+    word = word.T
+    return Audit(
+        saturated=word & (2**_SATURATED_BITS - 1),
+        flushed=(word >> _SATURATED_BITS) & (2**_FLUSHED_BITS - 1),
+        non_finite=word >> (_SATURATED_BITS + _FLUSHED_BITS),
+    )
+
+
+def scratch_types(sides: dict[str, Side]) -> dict[str, Any]:
+    """Shared memory of several sides, each name prefixed by its side's."""
+    return {
+        f"{name}_{key}": value
+        for name, side in sides.items()
+        for key, value in side.staging.scratch().items()
+    }
+
+
+def own_scratch(name: str, scratch: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to one side."""
+    prefix = f"{name}_"
+    return {k.removeprefix(prefix): v for k, v in scratch.items() if k.startswith(prefix)}

@@ -37,7 +37,7 @@ def _elementwise(instruction: str, tile: Tile, *operands: jax.Array) -> jax.Arra
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * len(operands),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype("float32"), layout=layout),
     )
     def build(ctx: Any, *arrays: Any) -> Any:
         del ctx

@@ -4,6 +4,7 @@ from jaxkv import blocks, codecs
 from jaxkv.blocks import BlockPool
 from jaxkv.cache import (
     LayerPages,
+    LayerView,
     PagedCache,
     attend,
     check,
@@ -23,6 +24,7 @@ from jaxkv.cache import (
     write,
 )
 from jaxkv.config import CacheConfig, LayerSpec
+from jaxkv.contiguous import ContiguousCache, grow, init_contiguous
 from jaxkv.faults import CacheError, FaultKind, Faults
 from jaxkv.formats import Format, SideSpec, StorageFormat
 from jaxkv.qkv import write_qkv
@@ -32,11 +34,13 @@ __all__ = [
     "BlockPool",
     "CacheConfig",
     "CacheError",
+    "ContiguousCache",
     "FaultKind",
     "Faults",
     "Format",
     "LayerPages",
     "LayerSpec",
+    "LayerView",
     "PagedCache",
     "Refusal",
     "SideSpec",
@@ -50,8 +54,10 @@ __all__ = [
     "codecs",
     "export_block",
     "fork",
+    "grow",
     "import_block",
     "init",
+    "init_contiguous",
     "release",
     "reorder",
     "report",

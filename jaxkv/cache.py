@@ -27,6 +27,7 @@ from jaxkv.faults import (
     explain,
     record_kinds,
 )
+from jaxkv.formats import Format
 from jaxkv.sequences import Sequences, StepPlan
 
 # Block copies of one trip of the copy-on-write loop.
@@ -40,6 +41,29 @@ class LayerPages:
 
     k: Pages
     v: Pages
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerView:
+    """What a layer's attention may know of its cache.
+
+    Attributes:
+      lengths: int32 [S], tokens in each sequence.
+      capacity: tokens that a sequence can hold.
+      block_size: tokens of a block; 0 in a contiguous cache.
+      num_kv_heads: key/value heads.
+      head_dim: elements of a key head.
+      v_head_dim: elements of a value head.
+      format: storage formats of both sides.
+    """
+
+    lengths: jax.Array
+    capacity: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    format: Format
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +116,19 @@ class PagedCache:
     def is_closed(self) -> bool:
         """Whether `close` gave the pages back."""
         return not self.layers
+
+    def layer(self, index: int) -> LayerView:
+        """A read-only view of one layer, the same for paged and contiguous caches."""
+        spec = self.config.layer(index)
+        return LayerView(
+            lengths=self.lengths,
+            capacity=self.config.max_tokens_per_sequence,
+            block_size=self.config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            format=spec.format,
+        )
 
     def __repr__(self) -> str:
         c = self.config

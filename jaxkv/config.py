@@ -51,7 +51,7 @@ class CacheConfig:
       num_kv_heads: key/value heads of a layer.
       head_dim: elements of one key head, a multiple of 16.
       v_head_dim: elements of one value head; None means `head_dim`.
-      block_size: tokens of one block, 8 to 256, a multiple of 8.
+      block_size: tokens of one block, a multiple of 8.
       num_blocks: blocks of the pool. One block id addresses the same block in every layer.
       max_sequences: sequence slots, S.
       max_blocks_per_sequence: columns of the block table, M.
@@ -121,10 +121,8 @@ class CacheConfig:
                 _positive(f"layer_dims[{layer}]", value)
 
     def _check_block_geometry(self) -> None:
-        if self.block_size % 8 or self.block_size > 256:
-            raise ValueError(
-                f"block_size: got {self.block_size}, expected a multiple of 8 up to 256"
-            )
+        if self.block_size % 8:
+            raise ValueError(f"block_size: got {self.block_size}, expected a multiple of 8")
         if self.num_blocks * self.block_size > 2**31 - 1:
             raise ValueError(
                 f"num_blocks: got {self.num_blocks}, expected num_blocks * block_size < 2^31 "

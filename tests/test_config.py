@@ -66,7 +66,6 @@ def test_layers_override_formats_and_dims():
         ({"head_dim": 72}, "head_dim: got 72, expected a positive multiple of 16"),
         ({"v_head_dim": 24}, "head_dim: got 24"),
         ({"block_size": 12}, "block_size: got 12, expected a multiple of 8"),
-        ({"block_size": 512}, "block_size: got 512"),
         ({"num_blocks": 0}, "num_blocks: got 0"),
         ({"num_blocks": 2**28}, "num_blocks: got 268435456"),
         ({"max_blocks_per_sequence": 2**28}, "max_blocks_per_sequence: got"),

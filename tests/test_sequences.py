@@ -578,6 +578,7 @@ def test_a_sequence_whose_tail_is_no_block_cannot_grow():
     assert_untouched(seqs, before[1], [0])
 
 
+@pytest.mark.slow
 def test_moves_go_through_tables_of_many_chunks(monkeypatch):
     monkeypatch.setattr(sequences, "_CHUNK", 2)
     pool, seqs = BlockPool.create(23), Sequences.create(3, 7)
@@ -592,6 +593,7 @@ def test_moves_go_through_tables_of_many_chunks(monkeypatch):
     np.testing.assert_array_equal(pool.counts[:5], [2, 1, 1, 1, 0])
 
 
+@pytest.mark.slow
 def test_a_trace_shows_allocations_and_copies_of_a_step():
     pool, seqs = started([6, 0, 0, 0], trace_events=8)
     pool, seqs = fork(pool, seqs, [0, 0], [1, 2])
@@ -660,10 +662,15 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize(
-    "trace_events", [0, pytest.param(2, marks=pytest.mark.slow)], ids=["untraced", "traced"]
-)
-@pytest.mark.parametrize("verb", VERBS)
+def every_verb_traced_or_not():
+    """Those that a decoding loop calls come first; the rest compile in the slow part."""
+    for verb in VERBS:
+        for events in (0, 2):
+            is_fast = verb in ("decode", "release") and not events
+            yield pytest.param(verb, events, marks=() if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("verb", "trace_events"), list(every_verb_traced_or_not()))
 def test_no_verb_touches_the_whole_pool(verb, trace_events):
     def loop(state, x):
         return jax.lax.fori_loop(0, 3, lambda i, state: VERBS[verb](state, x), state)
@@ -672,13 +679,33 @@ def test_no_verb_touches_the_whole_pool(verb, trace_events):
     assert whole_array_operations(loop, POOL_SIZE, state, vector(0, 1, 2, 3)) <= IN_PLACE
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_is_traced_once_for_all_values(verb):
-    chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(VERBS[verb], n=1))
-    state = new_state()
+def programs():
+    """How often each verb was traced so far."""
+    verbs = ("_reserve", "_release", "_trim", "_fork", "_reorder")
+    return {name: getattr(sequences, name)._cache_size() for name in verbs}
+
+
+def test_each_verb_is_traced_once_for_all_values():
+    def run(state, values):
+        state = reserve_packed(*reserve(*state, values)[:2], values[::-1])[:2]
+        state = fork(*state, values[:2], values[2:])
+        state = sequences.reorder(*trim(*state, values), values)
+        return sequences.release(*state, np.array(values) > 1)
+
+    state = run(new_state(), [1, 0, 2, 0])
+    before = programs()
     for values in ([5, 0, 8, 0], [0, -1, 9, 99], [3, 2, 1, 0], [-1, -1, -1, -1]):
+        state = run(state, values)
+    assert programs() == before
+
+
+def test_a_jitted_step_is_traced_once_for_all_values():
+    chex.clear_trace_counter()
+    step = jax.jit(chex.assert_max_traces(VERBS["padded"], n=1))
+    state = new_state()
+    for values in ([5, 0, 8, 0], [0, -1, 9, 99], [3, 2, 1, 0]):
         state = step(state, vector(*values))
+    np.testing.assert_array_equal(state[1].lengths, [8, 2, 9, 0])
 
 
 def test_no_leaf_is_weakly_typed():

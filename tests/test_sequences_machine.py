@@ -425,7 +425,7 @@ def run(name, monkeypatch, examples, steps):
 
 
 def test_a_short_run_agrees_with_the_model(monkeypatch):
-    run("blocks of four", monkeypatch, examples=8, steps=25)
+    run("blocks of four", monkeypatch, examples=6, steps=25)
 
 
 @pytest.mark.slow

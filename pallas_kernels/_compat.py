@@ -24,6 +24,7 @@ arith: Any = _arith
 gpu_dialect: Any = _gpu
 ir: Any = _ir
 llvm: Any = _llvm
+mgpu: Any = _mgpu
 plgpu: Any = _plgpu
 vector: Any = _vector
 
@@ -34,6 +35,7 @@ __all__ = [
     "gpu_dialect",
     "ir",
     "llvm",
+    "mgpu",
     "plgpu",
     "shared_pointer",
     "store",

@@ -27,6 +27,7 @@ from jaxkv.config import CacheConfig, LayerSpec
 from jaxkv.contiguous import ContiguousCache, grow, init_contiguous
 from jaxkv.faults import CacheError, FaultKind, Faults
 from jaxkv.formats import Format, SideSpec, StorageFormat
+from jaxkv.prefix import PrefixCache, PrefixStatistics
 from jaxkv.qkv import write_qkv
 from jaxkv.sequences import Refusal, StepPlan
 
@@ -42,6 +43,8 @@ __all__ = [
     "LayerSpec",
     "LayerView",
     "PagedCache",
+    "PrefixCache",
+    "PrefixStatistics",
     "Refusal",
     "SideSpec",
     "StepPlan",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkv
+from jaxkv.dispatch import Implementation
 from jaxkv.qkv import ROPE_STYLES, RopeScaling, RopeStyle, rms_norm, rope_angles, rotate_pairs
 
 
@@ -60,7 +61,7 @@ class PagedAttention(nnx.Module):
         soft_cap: float | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ):
         if num_kv_heads <= 0 or num_q_heads % num_kv_heads:
             raise ValueError(
@@ -133,6 +134,7 @@ class PagedAttention(nnx.Module):
             soft_cap=self.soft_cap,
             implementation=self.implementation,
         )
+        assert isinstance(out, jax.Array)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -180,4 +182,5 @@ class PagedAttention(nnx.Module):
             visible &= distance < self.window
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         out = jnp.einsum("bhgts,bshd->bthgd", weights, v.astype(jnp.float32))
+        assert isinstance(out, jax.Array)
         return self.o_proj(out.reshape(batch, length, -1).astype(x.dtype))

@@ -1,6 +1,7 @@
 """Llama-family language models in nnx, with their keys and values in a paged cache."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxkv.cache import LayerPages, PagedCache
 from jaxkv.config import CacheConfig
+from jaxkv.faults import Faults, record_kinds
 from jaxkv.flax import PagedAttention
 from jaxkv.qkv import RopeScaling, RopeStyle, rms_norm
+from jaxkv.sequences import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +208,18 @@ class Llama(nnx.Module):
             x, cache = layer(x, cache, plan)
         return rms_norm(x, self.norm[...], self.config.norm_eps), cache
 
+    def hidden_by_layer(self, tokens: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
+        """As `hidden`, but outside jit, with one compiled program for all layers alike.
+
+        It compiles many times faster than a program of all layers and costs a dispatch per layer,
+        which is nothing for a chunk of a prompt. The cache is donated: use the returned one.
+        """
+        x = self._embed(tokens)
+        graph = nnx.graphdef(self.layers[0])
+        for index, layer in enumerate(self.layers):
+            x, cache = _apply_layer(graph, nnx.state(layer), x, cache, plan, index)
+        return _rms_norm(x, self.norm[...], self.config.norm_eps), cache
+
     def uncached(self, tokens: jax.Array) -> jax.Array:
         """As `hidden`, over whole sequences int32[B, T] without a cache."""
         x = self._embed(tokens)
@@ -224,6 +240,63 @@ class Llama(nnx.Module):
     def _embed(self, tokens: jax.Array) -> jax.Array:
         x = self.embedding[...][tokens]
         return x if self.dtype is None else x.astype(self.dtype)
+
+
+_rms_norm = jax.jit(rms_norm, static_argnames="eps")
+
+
+def _apply_layer(
+    graph: Any, weights: Any, x: jax.Array, cache: PagedCache, plan: StepPlan, index: int
+) -> tuple[jax.Array, PagedCache]:
+    """Runs one decoder layer on a cache of that layer alone, which all like it share."""
+    spec = cache.config.layer(index)
+    config = dataclasses.replace(
+        cache.config,
+        num_layers=1,
+        layer_formats=(spec.format,),
+        layer_dims=((spec.num_kv_heads, spec.head_dim, spec.v_head_dim),),
+    )
+    faults = cache.faults
+    layer_cache = PagedCache(
+        layers=(cache.layers[index],),
+        k_scales=cache.k_scales[index : index + 1],
+        v_scales=cache.v_scales[index : index + 1],
+        pool=dataclasses.replace(cache.pool, faults=Faults.create()),
+        sequences=cache.sequences,
+        config=config,
+    )
+    x, pages, faults = _layer_program(
+        graph,
+        weights,
+        x,
+        layer_cache.layers,
+        dataclasses.replace(layer_cache, layers=()),
+        plan,
+        faults,
+        jnp.int32(index),
+    )
+    layers = (*cache.layers[:index], pages, *cache.layers[index + 1 :])
+    return x, dataclasses.replace(
+        cache, layers=layers, pool=dataclasses.replace(cache.pool, faults=faults)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames=("pages", "faults"))
+def _layer_program(
+    graph: Any,
+    weights: Any,
+    x: jax.Array,
+    pages: tuple[LayerPages],
+    rest: PagedCache,
+    plan: StepPlan,
+    faults: Faults,
+    index: jax.Array,
+) -> tuple[jax.Array, LayerPages, Faults]:
+    layer = nnx.merge(graph, weights)
+    x, cache = layer(x, dataclasses.replace(rest, layers=pages), plan)
+    new = cache.faults
+    faults = record_kinds(faults, new.counts, step=plan.step, layer=index, where=new.first[:, 2])
+    return x, cache.layers[0], faults
 
 
 def from_arrays(

@@ -1,0 +1,284 @@
+"""The `jaxkv` command: generate text, list formats, plan memory."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+
+from jaxkv.formats import ALIASES, FORMATS, Format, format_names
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Paged, quantized KV caches for JAX.",
+)
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: as in sys.argv[1:], which is also the default.
+
+    Returns:
+      The exit status: 0, 1 after a failure, 2 after a wrong argument.
+    """
+    # typer has no public name for the base class of its usage errors.
+    usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
+    try:
+        status = app(None if arguments is None else list(arguments), standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    except usage_error as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        return _fail(str(error) or type(error).__name__, 1)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"jaxkv: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _parsed(parse: Callable[[str], Any], text: str, option: str) -> Any:
+    """parse(text), its ValueError made a wrong argument."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "80GiB", "1.5 GB" or "4096".
+
+    Raises:
+      ValueError: not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?i?B?)\s*", text, re.IGNORECASE)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if match is None or match[2].lower() not in units or float(match[1]) <= 0:
+        raise ValueError(f"expected a size such as 80GiB, 512MiB or 24GB, got {text!r}")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+@app.command()
+def formats() -> None:
+    """List the storage formats: names, bits, what each is for."""
+    table = _table("format", "alias", "K bits", "V bits", "mean", "for")
+    aliases = {name: alias for alias, name in ALIASES.items()}
+    for name in format_names():
+        fmt = Format.parse(name)
+        summary = FORMATS[name].summary if name in FORMATS else f"keys {fmt.k}, values {fmt.v}"
+        bits = (fmt.k.bits_per_element, fmt.v.bits_per_element, fmt.bits_per_element)
+        table.add_row(name, aliases.get(name, ""), *(f"{b:g}" for b in bits), summary)
+    _say(table)
+    _say("Any other pair <format>k_<format>v works too. int8 adds 16 bits per token and head.")
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option(help="A known model, or the path of a Hugging Face config.json.")
+    ] = "smollm2-135m",
+    memory: Annotated[
+        str, typer.Option(help="Memory for the cache alone: 80GiB, 24GB, 512MiB.")
+    ] = "1GiB",
+    format: Annotated[str | None, typer.Option(help="The format to pick out of the table.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a sequence; default: the model's most.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+) -> None:
+    """Say how many blocks, tokens and sequences fit into a memory budget."""
+    from jaxkv.models.known import find_geometry
+
+    geometry = _parsed(find_geometry, model, "--model")
+    budget = _parsed(parse_bytes, memory, "--memory")
+    chosen = None if format is None else str(_parsed(Format.parse, format, "--format"))
+    context = geometry.max_positions if context is None else context
+    names = dict.fromkeys([*format_names(), *([chosen] if chosen else [])])
+    configs = {name: geometry.cache_config(format=name, block_size=block_size) for name in names}
+    _say(
+        f"{geometry.name}: {geometry.num_layers} layers, {geometry.num_kv_heads} KV heads of "
+        f"{geometry.head_dim}; {memory} of cache, {context:,} tokens a sequence"
+    )
+    if geometry.window is not None:
+        _say(f"Layers with a window of {geometry.window:,} tokens keep all their blocks.")
+    if context > geometry.max_positions:
+        _say(f"This model was made for at most {geometry.max_positions:,} tokens.")
+    table = _table("format", "bits", "KiB/token", "blocks", "tokens", "sequences")
+    for name, config in configs.items():
+        blocks = config.blocks_that_fit(budget)
+        sequences = blocks // -(-context // block_size)
+        table.add_row(
+            name,
+            f"{config.bits_per_element:.2f}",
+            f"{config.bytes_per_token / 1024:.2f}",
+            *(f"{n:,}" for n in (blocks, blocks * block_size, sequences)),
+            style="bold green" if name == chosen else None,
+        )
+    _say(table)
+
+
+_NUMBERS = {"K bits", "V bits", "mean", "bits", "KiB/token", "blocks", "tokens", "sequences"}
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=True)
+    return table
+
+
+def _say(what: Table | str) -> None:
+    # A table keeps its width in a pipe; text is never broken.
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(what)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    format: Annotated[str, typer.Option(help="Storage format of the cache.")] = "fp8k_turbo4v",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token every time.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draw among this many tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Draw among this much probability only.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A GGUF file or Hugging Face directory; default: SmolLM2-135M."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system turn of the chat.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat turns.")] = False,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+) -> None:
+    """Write text with a language model that keeps its context in a paged cache."""
+    fmt = _parsed(Format.parse, format, "--format")
+    import jax
+
+    import jaxkv
+    from jaxkv.generate import Sampler
+    from jaxkv.generate import generate as run
+    from jaxkv.models import TextStream
+
+    sampler = Sampler(temperature, top_k, top_p)
+    notes = Console(stderr=True)
+    with _progress(notes) as progress:
+        llm, tokenizer = _load(model, _bar(progress, "loading the model"))
+        use_chat = tokenizer.has_chat and not raw
+        tokens = tokenizer.chat(prompt, system=system) if use_chat else tokenizer.encode(prompt)
+        blocks = -(-(len(tokens) + max_new_tokens) // block_size)
+        config = llm.config.cache_config(
+            format=fmt,
+            block_size=block_size,
+            num_blocks=blocks,
+            max_sequences=1,
+            max_blocks_per_sequence=blocks,
+        )
+        writer = _Writer(progress, TextStream(tokenizer), tokenizer.stop_tokens)
+        on_prefill = _bar(progress, "compiling, reading the prompt")
+        on_prefill(0, len(tokens))
+        result = run(
+            llm,
+            jaxkv.init(config),
+            [tokens],
+            max_new_tokens,
+            sampler,
+            jax.random.key(seed),
+            stop_tokens=tokenizer.stop_tokens,
+            on_tokens=writer.show,
+            on_prefill=on_prefill,
+        )
+    print(writer.stream.flush())
+    count, stored = int(result.lengths[0]), len(tokens) + int(result.lengths[0])
+    notes.print(
+        f"{count} tokens{writer.speed()}; {fmt} cache, {config.bits_per_element:.2f} bits per "
+        f"element: {stored} tokens in {stored * config.bytes_per_token / 1024:.0f} KiB",
+        style="dim",
+        soft_wrap=True,
+    )
+    if bool(result.refused[0]):
+        notes.print("The text ends early: the cache had no room for more.", style="yellow")
+    jaxkv.check(result.cache)
+
+
+class _Writer:
+    """Prints text as it comes and measures its speed."""
+
+    def __init__(self, progress: Progress, stream: Any, stop_tokens: Sequence[int]):
+        self.stream = stream
+        self._progress = progress
+        self._stops = set(stop_tokens)
+        self._arrivals: list[tuple[float, int]] = []
+
+    def show(self, tokens: Any, counts: Any) -> None:
+        """As generate's on_tokens."""
+        self._progress.stop()
+        self._arrivals.append((time.perf_counter(), int(counts[0])))
+        kept = [int(t) for t in tokens[0, : counts[0]] if int(t) not in self._stops]
+        print(self.stream.push(kept), end="", flush=True)
+
+    def speed(self) -> str:
+        """Tokens a second after the first hand-over, which had to wait for the compiler."""
+        if len(self._arrivals) < 2:
+            return ""
+        count = sum(n for _, n in self._arrivals[1:])
+        return f", {count / (self._arrivals[-1][0] - self._arrivals[0][0]):.1f} tokens/s"
+
+
+def _bar(progress: Progress, description: str) -> Callable[[int, int], None]:
+    """A new progress bar, as a function of (done, in all)."""
+    task = progress.add_task(description, total=None)
+    return lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _load(path: Path | None, on_progress: Callable[[int, int], None]) -> tuple[Any, Any]:
+    from jaxkv.models import load_gguf, load_hf
+
+    if path is None or path.is_file():
+        return load_gguf(path, on_progress=on_progress)
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such file or directory: {path}")
+    model, tokenizer = load_hf(path, on_progress=on_progress)
+    if tokenizer is None:
+        raise FileNotFoundError(f"no tokenizer.json in {path}")
+    return model, tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,6 +25,10 @@ from jaxkv.sequences import Sequences, StepPlan
 
 Progress = Callable[[int, int], None]
 
+# Names of the two yardsticks of attention.
+DENSE = "dense f32"
+LIBRARY = "jax.nn f32"
+
 # Writes of one timed loop.
 _WRITES = 32
 
@@ -164,12 +168,12 @@ def attention_cases(shape: Shape, formats: Sequence[str]) -> Iterator[Case]:
     def repeat(run: Callable[[], object]) -> Callable[[int], object]:
         return lambda n: [run() for _ in range(n)]
 
-    yield Case("dense f32", repeat(lambda: dense_attention(q, k, v)))
+    yield Case(DENSE, repeat(lambda: dense_attention(q, k, v)))
     library = jax.jit(jax.nn.dot_product_attention)
     rows = q.reshape(batch, 1, -1, dim)
     # Token-major, as that function wants it.
     k_rows, v_rows = jnp.swapaxes(k, 1, 2) + 0, jnp.swapaxes(v, 1, 2) + 0
-    yield Case("jax.nn f32", repeat(lambda: library(rows, k_rows, v_rows)))
+    yield Case(LIBRARY, repeat(lambda: library(rows, k_rows, v_rows)))
     for name in formats:
         cache, plan = filled(shape.config(name), shape.context)
         yield Case(name, repeat(functools.partial(_attend, cache, rows, plan)))

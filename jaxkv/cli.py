@@ -1,4 +1,4 @@
-"""The `jaxkv` command: generate text, list formats, plan memory."""
+"""The `jaxkv` command: generate text, list formats, plan memory, measure speed."""
 
 import re
 import sys
@@ -136,6 +136,7 @@ def plan(
 
 
 _NUMBERS = {"K bits", "V bits", "mean", "bits", "KiB/token", "blocks", "tokens", "sequences"}
+_NUMBERS |= {"attend ms", "x dense f32", "x jax.nn f32", "write µs"}
 
 
 def _table(*columns: str) -> Table:
@@ -278,6 +279,81 @@ def _load(path: Path | None, on_progress: Callable[[int, int], None]) -> tuple[A
     if tokenizer is None:
         raise FileNotFoundError(f"no tokenizer.json in {path}")
     return model, tokenizer
+
+
+@app.command()
+def bench(
+    formats: Annotated[
+        str, typer.Option(help="Formats to measure, separated by commas, or all.")
+    ] = "bf16,int8,fp8,nvfp4,turbo4,turbo3,turbo2",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    context: Annotated[int, typer.Option(min=2, help="Tokens that each one holds.")] = 4096,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the layer.")] = 8,
+    q_heads: Annotated[int, typer.Option(min=1, help="Query heads of the layer.")] = 32,
+    head_dim: Annotated[int, typer.Option(min=16, help="Elements of a head.")] = 128,
+    block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians count.")] = 15,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
+) -> None:
+    """Measure write, attend and reserve on this device, as ratios within one run."""
+    import jax
+
+    from jaxkv import bench as measure
+
+    names = list(FORMATS) if formats == "all" else formats.split(",")
+    names = [str(_parsed(Format.parse, name, "--formats")) for name in names]
+    shape = measure.Shape(batch, context, kv_heads, q_heads, head_dim, block_size)
+    with _progress(Console(stderr=True)) as progress:
+
+        def run(title: str, cases: Any) -> dict[str, float]:
+            return measure.interleave(
+                list(cases), rounds=rounds, progress=_bar(progress, f"timing {title}")
+            )
+
+        attend = run("attend", measure.attention_cases(shape, names))
+        write = run("write", measure.write_cases(shape, names))
+        reserve = run("reserve", measure.reserve_cases(num_sequences=max(batch, 2)))
+    device = jax.devices()[0]
+    _say(
+        f"{device.device_kind}, jax {jax.__version__}: one layer, {batch} x {context:,} tokens, "
+        f"{kv_heads} KV and {q_heads} query heads of {head_dim}, blocks of {block_size}"
+    )
+    table = _table("format", "bits", "attend ms", "x dense f32", "x jax.nn f32", "write µs")
+    for name, seconds in attend.items():
+        stored = name in names
+        table.add_row(
+            name,
+            f"{shape.config(name).bits_per_element:.2f}" if stored else "32.00",
+            f"{seconds * 1e3:.3f}",
+            f"{seconds / attend[measure.DENSE]:.2f}",
+            f"{seconds / attend[measure.LIBRARY]:.2f}",
+            f"{write[f'{name} x1'] * 1e6:.1f}" if stored else "",
+        )
+    _say(table)
+    for name, seconds in reserve.items():
+        _say(f"{name}: {seconds * 1e6:,.0f} µs a step, {max(batch, 2)} sequences, 2^20 blocks")
+    if plot is not None:
+        _plot_bench({name: attend[name] / attend[measure.DENSE] for name in names}, shape, plot)
+
+
+def _plot_bench(ratios: dict[str, float], shape: Any, path: Path) -> None:
+    """Attention time against stored bits, as ratio to dense f32."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, ratio in ratios.items():
+        bits = shape.config(name).bits_per_element
+        axes.plot(bits, ratio, "o")
+        axes.annotate(name, (bits, ratio), textcoords="offset points", xytext=(6, 4))
+    axes.axhline(1, color="grey", linewidth=1, linestyle="--")
+    axes.set_xlabel("stored bits per element")
+    axes.set_ylabel("attention time / dense f32")
+    axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -2,3 +2,7 @@
 
 They know arrays and static numbers, never a cache object.
 """
+
+from pallas_kernels.paged_attention import paged_attention, unsupported_reasons
+
+__all__ = ["paged_attention", "unsupported_reasons"]

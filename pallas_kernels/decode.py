@@ -27,8 +27,9 @@ from pallas_kernels.tuning import Tuning
 _LAYOUT = plgpu.Layout.WGMMA
 _COLUMNS = _LAYOUT.reduce(0)
 LOG2_E = 1.4426950408889634
-# Below every score, and finite, so that differences of running maxima are never NaN.
-LOWEST = -1e30
+# Below every raw score, and finite, so that differences of running maxima are never NaN. A power of
+# two, so that its product with any factor is exact, fused into a difference or not.
+_LOWEST = np.float32(-(2.0**64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Problem:
       splits: parts of the context.
       split_tiles: 64-token tiles of a part.
       used_rows: query rows that hold anything, at most `tuning.rows`.
+      one_token: whether a block's rows all belong to one query token.
       window: keys that a query sees, itself included; None for all.
       soft_cap: bound of the scores, or None.
     """
@@ -52,17 +54,17 @@ class Problem:
     splits: int
     split_tiles: int
     used_rows: int
+    one_token: bool
     window: int | None
     soft_cap: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """One side: its ring of tiles, the arrays they come from, and the barriers of the ring."""
+    """One side: its ring of tiles, and the arrays they come from."""
 
     ring: Sequence[Any]
     source: Sequence[Any]
-    barrier: Any
 
 
 def attend_tiles(
@@ -89,7 +91,7 @@ def attend_tiles(
       tiles: int32 [row_blocks, 4]: the sequence, the first and one past the last position that
         any of the block's queries sees, and 0.
       limits: int32 [row_blocks, rows]: one past the last position a row sees; 0 for no row.
-      factor: f32 [1]: from raw scores to scores; in base 2 unless there is a soft cap.
+      factor: f32 [1], positive: from raw scores to scores; in base 2 unless there is a soft cap.
       interpret: interpreter parameters, or None to compile.
 
     Returns:
@@ -139,8 +141,9 @@ def _scratch(problem: Problem, interpret: bool) -> dict[str, Any]:
         weights=matrix((rows, TILE), v.dtype),
         out=plgpu.SMEM((v_dim, rows), jnp.float32),
         q_barrier=plgpu.Barrier(),
-        k_barrier=plgpu.Barrier(num_arrivals=k.copies_per_tile, num_barriers=stages),
-        v_barrier=plgpu.Barrier(num_arrivals=v.copies_per_tile, num_barriers=stages),
+        barrier=plgpu.Barrier(
+            num_arrivals=k.copies_per_tile + v.copies_per_tile, num_barriers=stages
+        ),
     )
     if _keys_in_shared(problem, interpret):
         scratch["k_tile"] = matrix((TILE, k_dim), k.dtype)
@@ -170,55 +173,65 @@ def _attend_part(
     table = table_ref.at[tiles_ref[block, 0]]
     first = lax.div(low, jnp.int32(TILE)) + split * problem.split_tiles
     count = jnp.clip(lax.div(high + (TILE - 1), jnp.int32(TILE)) - first, 0, problem.split_tiles)
-    k = _Refs(scratch["k_ring"], arrays[:num_k], scratch["k_barrier"])
-    v = _Refs(scratch["v_ring"], arrays[num_k:], scratch["v_barrier"])
+    last = first + count
+    k = _Refs(scratch["k_ring"], arrays[:num_k])
+    v = _Refs(scratch["v_ring"], arrays[num_k:])
     stages = problem.tuning.stages
 
-    def issue(index: Any, slot: Any) -> None:
-        _issue(problem, (k, v), table, slot, first + index, head)
+    def issue(tile: Any, slot: Any) -> None:
+        _issue(problem, (k, v), table, scratch["barrier"].at[slot], slot, tile, head)
 
     plgpu.copy_gmem_to_smem(q_ref.at[block, head], scratch["q_tile"], scratch["q_barrier"])
-    for index in range(stages - 1):
-        pl.when(index < count)(functools.partial(issue, jnp.int32(index), jnp.int32(index)))
-    limits = plgpu.load(limits_ref.at[block], layout=_COLUMNS, optimized=False)
+    for slot in range(stages - 1):
+        pl.when(slot < count)(functools.partial(issue, first + slot, jnp.int32(slot)))
+    limits = None
+    if not problem.one_token:
+        limits = plgpu.load(limits_ref.at[block], layout=_COLUMNS, optimized=False)
     factor, opaque_zero = factor_ref[0], tiles_ref[block, 3]
     plgpu.barrier_wait(scratch["q_barrier"])
 
-    def step(index: Any, carry: Any) -> Any:
-        slot, running_max, sums, out = carry
-        start = (first + index) * TILE
-        plgpu.barrier_wait(k.barrier.at[slot])
-        scores = _scores(problem, k, slot, scratch, interpret, opaque_zero) * factor
-        scores = _mask(problem, _cap(problem, scores), start, limits)
-        new_max = jnp.maximum(running_max, scores.max(axis=0))
-        shrink = jnp.exp2(running_max - new_max)
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_max, scores.shape, (1,)))
+    def step(tile: Any, carry: Any) -> Any:
+        slot, previous_slot, running_max, scaled_max, sums, out = carry
+        start = tile * TILE
+        plgpu.barrier_wait(scratch["barrier"].at[slot])
+        scores = _cap(problem, _scores(problem, k, slot, scratch, interpret, opaque_zero), factor)
+        scores = _mask(problem, scores, (low - start, high - start), start, limits)
+        running_max = jnp.maximum(running_max, scores.max(axis=0))
+        new_max = _exponent(problem, running_max, factor)
+        shrink = jnp.exp2(scaled_max - new_max)
+        exponent = _exponent(problem, scores, factor)
+        weights = jnp.exp2(exponent - lax.broadcast_in_dim(new_max, scores.shape, (1,)))
         sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (1,)) + weights
-        plgpu.barrier_wait(v.barrier.at[slot])
         # Without a window every tile's first row is seen.
         keep = (None if problem.window is None else low - start, high - start)
         _store_weights(problem, v, slot, keep, weights, scratch, interpret)
         v_tile = _value_tile(problem, v, slot, keep, scratch, interpret, opaque_zero)
         plgpu.commit_smem()
         # Every warp has now left the previous tile, whose slot the next copy takes.
-        ahead = index + (stages - 1)
-        freed = jnp.where(slot == 0, stages - 1, slot - 1)
-        pl.when(ahead < count)(functools.partial(issue, ahead, freed))
+        ahead = tile + (stages - 1)
+        pl.when(ahead < last)(functools.partial(issue, ahead, previous_slot))
         out = out * lax.broadcast_in_dim(shrink, out.shape, (1,))
         out = _accumulate(out, v_tile.T, scratch["weights"].T, interpret)
-        return jnp.where(slot == stages - 1, 0, slot + 1), new_max, sums, out
+        return jnp.where(slot == stages - 1, 0, slot + 1), slot, running_max, new_max, sums, out
 
     rows, v_dim = problem.tuning.rows, problem.v.spec.head_dim
-    running_max = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), _COLUMNS)
+    running_max = plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), _COLUMNS)
     sums = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), _LAYOUT)
     out = plgpu.layout_cast(jnp.zeros((v_dim, rows), jnp.float32), _LAYOUT)
-    carry = (jnp.int32(0), running_max, sums, out)
-    _, *results = lax.fori_loop(jnp.int32(0), count, step, carry)
+    scaled_max = _exponent(problem, running_max, factor)
+    carry = (jnp.int32(0), jnp.int32(stages - 1), running_max, scaled_max, sums, out)
+    _, _, _, *results = lax.fori_loop(first, last, step, carry)
     _write(problem, (block, head, split), count, results, outputs, scratch)
 
 
 def _issue(
-    problem: Problem, refs: tuple[_Refs, _Refs], table: Any, slot: Any, tile: Any, head: Any
+    problem: Problem,
+    refs: tuple[_Refs, _Refs],
+    table: Any,
+    barrier: Any,
+    slot: Any,
+    tile: Any,
+    head: Any,
 ) -> None:
     """Starts the copies of a tile of the sequence into a slot of both rings."""
     token = tile * TILE
@@ -226,7 +239,7 @@ def _issue(
     blocks = [table[column + p] for p in range(problem.k.pages_per_tile)]
     offset = token - column * problem.k.block_size
     for side, ref in zip((problem.k, problem.v), refs, strict=True):
-        side.issue(ref.source, ref.ring, ref.barrier.at[slot], slot, head, blocks, offset)
+        side.issue(ref.source, ref.ring, barrier, slot, head, blocks, offset)
 
 
 def _multiply(a: Any, b: Any) -> jax.Array:
@@ -275,8 +288,8 @@ def _scores(
     return scores
 
 
-def _cap(problem: Problem, scores: jax.Array) -> jax.Array:
-    """Scores in base 2; where there is a cap, cap * tanh(scores / cap) of natural scores.
+def _cap(problem: Problem, scores: jax.Array, factor: Any) -> jax.Array:
+    """Cap * tanh(scores * factor / cap) where there is a cap, else the raw scores.
 
     tanh by exponentials: its approximation in hardware is off by 2^-11 of the cap.
     """
@@ -284,18 +297,34 @@ def _cap(problem: Problem, scores: jax.Array) -> jax.Array:
         return scores
     cap = np.float32(problem.soft_cap)
     # Beyond 15 tanh is 1 to f32, and its exponential must not overflow.
-    ratio = jnp.minimum(scores * np.float32(1 / cap), 15.0)
+    ratio = jnp.minimum(scores * (factor * np.float32(1 / cap)), 15.0)
     doubled = jnp.exp2(ratio * np.float32(2 * LOG2_E))
     return (1.0 - 2.0 / (doubled + 1.0)) * np.float32(cap * LOG2_E)
 
 
-def _mask(problem: Problem, scores: jax.Array, start: Any, limits: jax.Array) -> jax.Array:
+def _exponent(problem: Problem, scores: jax.Array, factor: Any) -> jax.Array:
+    """Base 2 exponents of scores; raw ones keep their (positive) factor until here."""
+    return scores * factor if problem.soft_cap is None else scores
+
+
+def _mask(
+    problem: Problem,
+    scores: jax.Array,
+    bounds: tuple[Any, Any],
+    start: Any,
+    limits: jax.Array | None,
+) -> jax.Array:
     """-inf where a query does not see a key: beyond its own position, or before its window."""
-    position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_LAYOUT) + start
-    limit = lax.broadcast_in_dim(limits, scores.shape, (1,))
-    scores = jnp.where(position < limit, scores, -jnp.inf)
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_LAYOUT)
+    if limits is None:  # All rows are one token's: they see the same keys.
+        low, limit = bounds
+        oldest = low
+    else:
+        limit = lax.broadcast_in_dim(limits, scores.shape, (1,)) - start
+        oldest = limit - (problem.window or 0)
+    scores = jnp.where(row < limit, scores, -jnp.inf)
     if problem.window is not None:
-        scores = jnp.where(position >= limit - problem.window, scores, -jnp.inf)
+        scores = jnp.where(row >= oldest, scores, -jnp.inf)
     return scores
 
 

@@ -46,7 +46,7 @@ class ScaleTile:
         token = lanes.bit_and(row, lanes.const(self.page_tokens - 1))
         line = lanes.add(lanes.mul(page, lanes.const(self.rows)), index)
         word = lanes.add(lanes.shift_right(line, -log), token)
-        return lanes.mul(word, lanes.const(self.itemsize))
+        return lanes.opaque(lanes.mul(word, lanes.const(self.itemsize)))
 
 
 def compute_dtype(spec: SideSpec) -> Any:
@@ -282,7 +282,7 @@ class _LaneProgram:
         """Four table bytes: `select` picks among eight, `high` between the two eights of 16."""
         lanes = self.lanes
         padded = np.resize(table, -(-len(table) // 8) * 8).view(np.uint32)
-        words = [lanes.opaque(int(w)) for w in padded]
+        words = [lanes.opaque(lanes.const(int(w))) for w in padded]
         low = lanes.permute(words[0], words[1], select)
         if high is None:
             return low

@@ -31,8 +31,11 @@ class Lanes(Protocol):
     def const(self, value: int) -> Word:
         """A 32-bit constant."""
 
-    def opaque(self, value: int) -> Word:
-        """A constant that the compiler keeps in a register, not knowing that it is one."""
+    def opaque(self, word: Word) -> Word:
+        """The same word, in a way that keeps a loop invariant in a register.
+
+        The compiler would rather compute it again in every iteration.
+        """
 
     def add(self, a: Word, b: Word) -> Word:
         """Integer sum."""
@@ -106,9 +109,8 @@ class MlirLanes(Lanes):
         return arith.constant(self._i32, ir.IntegerAttr.get(self._i32, signed))
 
     @override
-    def opaque(self, value: int) -> Word:
-        constant = self.const(value)
-        return constant if self._zero is None else self.bit_xor(constant, self._zero)
+    def opaque(self, word: Word) -> Word:
+        return word if self._zero is None else self.bit_xor(word, self._zero)
 
     @override
     def add(self, a: Word, b: Word) -> Word:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.codecs import Pages
 from jaxkv.formats import SideSpec
@@ -163,10 +164,14 @@ def _paged_attention(
     num_kv_heads = k_pages.data[0].shape[1]
     blocks, problem = _plan(call, q, num_kv_heads, block_tables.shape[1], new_tokens, offsets)
     tiles, limits = blocks.bounds(starts, call.window)
-    factor = call.scale * unit(call.k.spec) * k_scale.astype(jnp.float32)
+    # The kernel's factor is positive, so that raw scores order as scores do.
+    sign, magnitude = np.sign(call.scale), abs(call.scale) or 1.0
+    factor = magnitude * unit(call.k.spec) * k_scale.astype(jnp.float32)
     if call.soft_cap is None:
         factor *= decode.LOG2_E
     q_tiles = blocks.split_queries(q)[..., dims_of_columns(call.k.spec)]
+    if sign != 1:
+        q_tiles *= sign
     parts = decode.attend_tiles(
         problem,
         q_tiles.astype(call.k.dtype),
@@ -213,7 +218,15 @@ def _plan(
     is_whole = offsets is None and tokens * group <= tuning.rows
     used = tokens * group if is_whole else tuning.rows
     problem = decode.Problem(
-        call.k, call.v, tuning, splits, split_tiles, used, call.window, call.soft_cap
+        call.k,
+        call.v,
+        tuning,
+        splits,
+        split_tiles,
+        used,
+        offsets is None and tokens == 1,
+        call.window,
+        call.soft_cap,
     )
     return blocks, problem
 

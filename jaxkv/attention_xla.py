@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._xla import fields
+from jaxkv._xla import chunks
 from jaxkv.codecs import Pages, rotate, unrotate
 from jaxkv.formats import SideSpec
 
@@ -108,7 +108,7 @@ def partial_attention(
         q_parts=1 if q_is_exact else 2,
         p_parts=1 if q.dtype == jnp.bfloat16 else 2,
     )
-    scale = scale * np.float32(fields.factor(k_spec))
+    scale = scale * np.float32(chunks.factor(k_spec))
     if k_scale is not None:
         scale = scale * k_scale
     source = _Source(k_pages, v_pages, scale, soft_cap)
@@ -116,7 +116,7 @@ def partial_attention(
     out = jnp.zeros((num_queries, q_heads, v_spec.head_dim), jnp.float32)
     lse = jnp.full((num_queries, q_heads), -jnp.inf, jnp.float32)
     out, lse = _all_tiles(kernel, source, queries, q, out, lse)
-    out = out * (np.float32(fields.factor(v_spec)) * (1 if v_scale is None else v_scale))
+    out = out * (np.float32(chunks.factor(v_spec)) * (1 if v_scale is None else v_scale))
     return unrotate(out, v_spec), lse
 
 
@@ -254,15 +254,15 @@ def _attend_tile(
     low_block = low // block_size
     seen = jnp.where(count > 0, first + count - keys.distance, 0) - low_block * block_size
     trips = jnp.maximum(-(-seen // (chunk * block_size)), 0)
-    operand = _operand(rows, fields.value_dtype(kernel.k_spec), kernel.q_parts)
+    operand = _operand(rows, chunks.value_dtype(kernel.k_spec), kernel.q_parts)
 
     def body(i: jax.Array, state: _State) -> _State:
         column = low_block + i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         # Past the last column the last block is read again, for keys that nobody sees.
         ids = table.at[column].get(mode="clip")
-        key = column[:, None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        key = jnp.where(ids[:, None] >= 0, key, _NO_KEY).reshape(-1)
-        visible = _visible(keys, positions, key)
+        key = column[0] * block_size + jnp.arange(chunk * block_size, dtype=jnp.int32)
+        visible = _visible(keys, positions, key) & jnp.repeat(ids >= 0, block_size)
+        visible = jax.lax.optimization_barrier(visible)
         return _absorb(kernel, source, state, operand, jnp.maximum(ids, 0), visible)
 
     state = jax.lax.fori_loop(0, trips, body, _start(heads, size * group, kernel.v_spec.head_dim))
@@ -314,16 +314,17 @@ def _absorb(
     visible: jax.Array,
 ) -> _State:
     """Adds a chunk of blocks to the running softmax."""
-    k = fields.decode(fields.read_blocks(source.k, ids), kernel.k_spec, shield=False)
+    k = chunks.decode(chunks.read_blocks(source.k, ids), kernel.k_spec, shield=False)
     scores = _scores(operand, k, state.top.shape[1]) * source.scale
     if source.soft_cap is not None:
         scores = source.soft_cap * jnp.tanh(scores / source.soft_cap)
-    scores = jnp.where(visible, scores, -jnp.inf)
+    # Two readers: without the barrier each would compute the scores.
+    scores = jax.lax.optimization_barrier(jnp.where(visible, scores, -jnp.inf))
     top = jnp.maximum(state.top, scores.max(-1))
     base = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp(scores - base[..., None])
     keep = jnp.exp(state.top - base)
-    v = fields.decode(fields.read_blocks(source.v, ids), kernel.v_spec, shield=True)
+    v = chunks.decode(chunks.read_blocks(source.v, ids), kernel.v_spec, shield=True)
     return _State(
         top,
         state.total * keep + weights.sum(-1),
@@ -331,19 +332,16 @@ def _absorb(
     )
 
 
-def _scores(operand: jax.Array, k: fields.Fields, rows: int) -> jax.Array:
+def _scores(operand: jax.Array, k: chunks.Decoded, rows: int) -> jax.Array:
     """Products of query rows, as `_operand` made them, with keys: f32 [heads, rows, tokens]."""
-    scores, first = jnp.float32(0), 0
-    for field in k.values:
-        last = first + field.shape[-1]
-        scores += _product("hrd,htd->hrt", operand[..., first:last], field)
-        first = last
-    scores = _join(scores, rows)
+    # Keys on the left take half the time, unless XLA folds the transposition into the product.
+    scores = jax.lax.optimization_barrier(_product("htd,hrd->htr", k.values, operand))
+    scores = _join(scores.swapaxes(1, 2), rows)
     return scores if k.token_scale is None else scores * k.token_scale[:, None]
 
 
 def _weighted_sum(
-    weights: jax.Array, v: fields.Fields, visible: jax.Array, parts: int
+    weights: jax.Array, v: chunks.Decoded, visible: jax.Array, parts: int
 ) -> jax.Array:
     """Sum of values by weight: f32 [heads, rows, dim].
 
@@ -351,17 +349,16 @@ def _weighted_sum(
     which takes a select: 0 times NaN is NaN.
     """
 
-    def total(values: tuple[jax.Array, ...], bad: jax.Array | None) -> jax.Array:
+    def total(values: jax.Array, bad: jax.Array | None) -> jax.Array:
         shares = weights if v.token_scale is None else weights * v.token_scale[:, None]
         if bad is not None:
             shares = jnp.where(bad[:, None] & visible, jnp.nan, shares)
-        operand = _operand(shares, values[0].dtype, parts)
-        out = jnp.concatenate([_product("hrt,htd->hrd", operand, x) for x in values], -1)
-        return _join(out, weights.shape[1])
+        operand = _operand(shares, values.dtype, parts)
+        return _join(_product("hrt,htd->hrd", operand, values), weights.shape[1])
 
     def shielded() -> jax.Array:
-        bad = jnp.stack([(~jnp.isfinite(x)).any(-1) for x in v.values]).any(0)
-        return total(tuple(jnp.where(bad[..., None], 0, x) for x in v.values), bad)
+        bad = (~jnp.isfinite(v.values)).any(-1)
+        return total(jnp.where(bad[..., None], 0, v.values), bad)
 
     if v.bad is not None:
         return total(v.values, v.bad)
@@ -370,23 +367,22 @@ def _weighted_sum(
 
 
 def _operand(rows: jax.Array, dtype: np.dtype, parts: int) -> jax.Array:
-    """F32 rows [.., rows, n] as the operand of a product with fields of a dtype."""
+    """F32 rows [.., rows, n] as the operand of a product with decoded values."""
     if dtype == jnp.float32:
         return rows
     # XLA has no fast bf16 product for a single row.
-    return fields.split_bf16(rows, 2 if rows.shape[-2] == 1 else parts)
+    return chunks.split_bf16(rows, 2 if rows.shape[-2] == 1 else parts)
 
 
-def _product(spec: str, operand: jax.Array, field: jax.Array) -> jax.Array:
-    return jnp.einsum(
-        spec,
-        operand,
-        field,
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if field.dtype == jnp.float32 else None,
-    )
+def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32, precision=precision)
 
 
 def _join(x: jax.Array, rows: int) -> jax.Array:
     """Sums the parts that `_operand` made: [heads, parts * rows, n] to [heads, rows, n]."""
-    return x if x.shape[1] == rows else x.reshape(x.shape[0], -1, rows, x.shape[-1]).sum(1)
+    # Slices, as XLA fuses a reshape and a sum with the products before them, at a loss.
+    out = x[:, :rows]
+    for first in range(rows, x.shape[1], rows):
+        out = out + x[:, first : first + rows]
+    return out

@@ -4,5 +4,15 @@ They know arrays and static numbers, never a cache object.
 """
 
 from pallas_kernels.paged_attention import paged_attention, unsupported_reasons
+from pallas_kernels.paged_write import WriteTuning, paged_write, write_unsupported_reasons
+from pallas_kernels.qkv_write import paged_qkv_write, qkv_unsupported_reasons
 
-__all__ = ["paged_attention", "unsupported_reasons"]
+__all__ = [
+    "WriteTuning",
+    "paged_attention",
+    "paged_qkv_write",
+    "paged_write",
+    "qkv_unsupported_reasons",
+    "unsupported_reasons",
+    "write_unsupported_reasons",
+]

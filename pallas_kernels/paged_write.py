@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from jaxkv.codecs import Audit, Pages
 from jaxkv.formats import SideSpec
-from pallas_kernels._compat import plgpu
+from pallas_kernels._compat import compute_capability, plgpu
 from pallas_kernels.write import tiles
 from pallas_kernels.write.side import Side, own_scratch, scratch_types, unpack_audit
 
@@ -38,6 +38,11 @@ class WriteTuning:
     """
 
     portable: bool = False
+
+
+def default_tuning(interpret: Any = None) -> WriteTuning:
+    """The tuning for the GPU that kernels are being lowered for."""
+    return WriteTuning(portable=interpret is None and compute_capability() < (9, 0))
 
 
 def write_unsupported_reasons(
@@ -91,7 +96,7 @@ def paged_write(
       v_spec: the values' side.
       k_scale: f32 scalar, fp8 keys only; None means 1.
       v_scale: f32 scalar, fp8 values only; None means 1.
-      tuning: how to compile; None means `WriteTuning()`.
+      tuning: how to compile; None follows the GPU.
       interpret: `InterpretGPUParams` to run on a CPU, or None.
 
     Returns:
@@ -123,7 +128,7 @@ def paged_write(
         slots,
         (layer_scale(k_scale), layer_scale(v_scale)),
         specs=(k_spec, v_spec),
-        tuning=tuning or WriteTuning(),
+        tuning=tuning or default_tuning(interpret),
         interpret=interpret,
     )
     return k_pages, v_pages, audits

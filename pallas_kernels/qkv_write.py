@@ -21,6 +21,7 @@ from pallas_kernels.paged_write import (
     WriteTuning,
     check_slots,
     compiler_params,
+    default_tuning,
     freeze_pages,
     layer_scale,
     make_sides,
@@ -103,7 +104,7 @@ def paged_qkv_write(
       eps: epsilon of the norms.
       k_scale: f32 scalar, fp8 keys only; None means 1.
       v_scale: f32 scalar, fp8 values only; None means 1.
-      tuning: how to compile; None means `WriteTuning()`.
+      tuning: how to compile; None follows the GPU.
       interpret: `InterpretGPUParams` to run on a CPU, or None.
 
     Returns:
@@ -143,7 +144,7 @@ def paged_qkv_write(
         num_q_heads=num_q_heads,
         rope_style=rope_style,
         eps=eps,
-        tuning=tuning or WriteTuning(),
+        tuning=tuning or default_tuning(interpret),
         interpret=interpret,
     )
     return q, k_pages, v_pages, audits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from pallas_kernels._compat import plgpu, store
 from pallas_kernels.write import encode, rotation, tiles
 from pallas_kernels.write.staging import Staging
 
+# Rows whose slot and words are read before any of them is stored, to hide the reads' latency.
+_ROWS_IN_FLIGHT = 4
 # Bit fields of a token's audit word.
 _SATURATED_BITS = 12
 _FLUSHED_BITS = 8
@@ -123,38 +126,53 @@ class Side:
     def _store_rows(
         self, start: Any, head: Any, slots: Any, pages: list[Any], scratch: dict[str, Any]
     ) -> None:
-        planes = self.staging.planes
+        """Stores the staged rows of a tile, a few in flight at a time."""
+        num_planes = len(self.staging.planes)
 
-        def store_row(row: Any, carry: None) -> None:
-            slot = slots[start + row]
+        def load_row(row: Any) -> tuple[Any, ...]:
+            words = [self.staging.load_row(scratch["codes"], p, row) for p in self.staging.planes]
+            scales = self._load_scales(scratch.get("scales"), row)
+            return slots[start + row], words, scales
 
-            @pl.when(slot >= 0)
-            def _() -> None:
-                block = lax.div(slot, np.int32(self.block_size))
-                offset = lax.rem(slot, np.int32(self.block_size))
-                for plane, ref in zip(planes, pages):
-                    words = self.staging.load_row(scratch["codes"], plane, row)
-                    store(ref.at[block, head, offset], words)
-                if len(pages) > len(planes):
-                    self._store_scales(scratch["scales"], row, pages[-1], block, head, offset)
+        def store_row(slot: Any, words: list[jax.Array], scales: list[Any]) -> None:
+            block = lax.div(slot, np.int32(self.block_size))
+            offset = lax.rem(slot, np.int32(self.block_size))
+            for ref, value in zip(pages[:num_planes], words):
+                store(ref.at[block, head, offset], value)
+            for ref in pages[num_planes:]:
+                self._store_scales(ref, scales, block, head, offset)
 
+        def store_few(index: Any, carry: None) -> None:
+            loaded = [load_row(index * _ROWS_IN_FLIGHT + i) for i in range(_ROWS_IN_FLIGHT)]
+            for slot, words, scales in loaded:
+                pl.when(slot >= 0)(functools.partial(store_row, slot, words, scales))
             return carry
 
-        lax.fori_loop(0, self.tile.tokens, store_row, None)
+        lax.fori_loop(0, self.tile.tokens // _ROWS_IN_FLIGHT, store_few, None)
+
+    def _load_scales(self, staged: Any, row: Any) -> list[Any]:
+        """One row's scales: scalars, or one array for turbo8."""
+        match self.spec.format.scale:
+            case "group_e4m3":
+                return [staged[row, word] for word in range(self.tile.words)]
+            case "group_bf16":
+                layout = tiles.row_layout((1, self.tile.words, tiles.GROUPS_PER_WORD))
+                return [tiles.load(staged.at[pl.ds(row, 1)], layout)]
+            case "token_f16":
+                return [staged[row]]
+        return []
 
     def _store_scales(
-        self, staged: Any, row: Any, scales: Any, block: Any, head: Any, offset: Any
+        self, ref: Any, scales: list[Any], block: Any, head: Any, offset: Any
     ) -> None:
         match self.spec.format.scale:
             case "group_e4m3":
-                for word in range(self.tile.words):
-                    scales[block, head, word, offset] = staged[row, word]
+                for word, value in enumerate(scales):
+                    ref[block, head, word, offset] = value
             case "group_bf16":
-                layout = tiles.row_layout((1, self.tile.words, 4))
-                values = tiles.load(staged.at[pl.ds(row, 1)], layout)
-                store(scales.at[block, pl.ds(head, 1), :, :, offset], values)
+                store(ref.at[block, pl.ds(head, 1), :, :, offset], scales[0])
             case "token_f16":
-                scales[block, head, offset] = staged[row]
+                ref[block, head, offset] = scales[0]
 
 
 def _audit_word(stored: encode.Stored, non_finite: jax.Array) -> jax.Array:

@@ -211,7 +211,7 @@ def test_values_that_do_not_fit_are_the_codecs_and_counted(names):
 
 
 def test_all_tokens_skipped_changes_nothing():
-    case = make_case(side("turbo4", 256), side("int8", 256), tokens=5, heads=1)
+    case = make_case(side("bf16", 256), side("int8", 256), tokens=5, heads=1)
     case = dataclasses.replace(case, slots=jnp.full(5, -1, jnp.int32))
     k_pages, v_pages, audits = case.run()
     assert_bytes_equal(k_pages, case.k_pages)

@@ -203,17 +203,23 @@ class MlirLanes(Lanes):
 
 
 def emulated_e4m3_to_f16(lanes: Lanes, word: Word) -> tuple[Word, Word]:
-    """E4M3 to f16 by bits: exact for every finite byte, subnormals included.
+    """E4M3 to f16 by bits, exactly, subnormals and NaN included.
 
     The bits of an E4M3 number, moved to the top of an f16, read as the number times 2^-8.
     """
     exponent_gap = lanes.const(0x5C005C00)  # 2^8, twice
+    magnitude = lanes.bit_and(word, lanes.const(0x7F7F7F7F))
+    carry = lanes.add(magnitude, lanes.const(0x01010101))
+    is_nan = lanes.bit_and(carry, lanes.const(0x80808080))
     out = []
     for selector in (0x1404, 0x3424):
         spread = lanes.permute(word, lanes.const(0), lanes.const(selector))
         sign = lanes.bit_and(spread, lanes.const(0x80008000))
         rest = lanes.bit_and(lanes.shift_right(spread, 1), lanes.const(0x3F803F80))
-        out.append(lanes.mul_f16(lanes.bit_or(sign, rest), exponent_gap))
+        value = lanes.mul_f16(lanes.bit_or(sign, rest), exponent_gap)
+        nan = lanes.permute(is_nan, lanes.const(0), lanes.const(selector))
+        nan_bits = lanes.mul(lanes.shift_right(nan, 9), lanes.const(0x1F8))  # 0x8000 to 0x7E00
+        out.append(lanes.bit_or(value, nan_bits))
     return out[0], out[1]
 
 

@@ -13,7 +13,7 @@ import pytest
 import jaxkv
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = ["docs/guide.md"]
+PAGES = ["README.md", "docs/guide.md"]
 
 
 def blocks_of(page):

@@ -9,6 +9,7 @@ maximum, sum and output of Milakov and Gimelshein, "Online normalizer calculatio
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,17 @@ from jaxkv._xla import chunks
 from jaxkv.codecs import Pages, rotate, unrotate
 from jaxkv.formats import SideSpec
 
-# Elements of one decoded chunk: large enough to amortise a trip, small enough to stay in cache.
+# Most elements of one decoded chunk, which stays in cache, and most tokens: a short sequence pays
+# for a whole chunk.
 _CHUNK_ELEMENTS = 384 * 1024
+_CHUNK_TOKENS = 512
+# Parts of a long block begin at multiples of this.
+_PART_MULTIPLE = 16
 # Query rows of one KV head that a tile aims at, and the most tokens of a tile.
 _TILE_ROWS = 256
 _TILE_TOKENS = 128
+# Up to so many rows a transposition of the scores is cheap.
+_FEW_ROWS = 16
 # A key position beyond all queries.
 _NO_KEY = np.int32(2**31 - 1)
 
@@ -156,14 +163,70 @@ class _Kernel:
         aim = 1 << max(_TILE_ROWS // self.group, 1).bit_length() - 1
         return min(max(aim, 16), _TILE_TOKENS)
 
-    def chunk_blocks(self, tokens: int) -> int:
-        """Blocks that a tile of `tokens` queries reads at a time."""
+    def walk(self, tokens: int) -> _Walk:
+        """How a tile of `tokens` queries walks its keys."""
         width = max(self.k_spec.head_dim, self.v_spec.head_dim, tokens * self.group)
-        blocks = round(_CHUNK_ELEMENTS / (self.kv_heads * width * self.block_size))
+        aim = min(_CHUNK_ELEMENTS // (self.kv_heads * width), _CHUNK_TOKENS)
         if self.keys.window is not None:
-            span = self.keys.window + tokens + self.block_size - 2
-            blocks = min(blocks, -(-span // self.block_size))
-        return max(1, min(blocks, self.columns))
+            aim = min(aim, self.keys.window + tokens + self.block_size - 2)
+        if self.block_size >= 2 * aim and self.block_size > _PART_MULTIPLE:
+            part = max(aim // _PART_MULTIPLE, 1) * _PART_MULTIPLE
+            return _Walk(self.block_size, part, -(-self.block_size // part))
+        blocks = max(1, min(round(aim / self.block_size), self.columns))
+        return _Walk(self.block_size, blocks * self.block_size, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """How a tile walks its keys: whole blocks a trip, or one of several parts of a long block.
+
+    Attributes:
+      block_size: tokens of a block.
+      tokens: tokens of a trip.
+      parts: parts of a block, 1 where a trip takes whole blocks.
+    """
+
+    block_size: int
+    tokens: int
+    parts: int
+
+    def trips(self, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where keys low to high - 1 begin, and in how many trips they are read."""
+        if self.parts == 1:
+            first = low // self.block_size
+            count = -(-(high - first * self.block_size) // self.tokens)
+        else:
+            first = self._part(low)
+            count = self._part(high - 1) - first + 1
+        return first, jnp.where(high > low, count, 0)
+
+    def _part(self, key: jax.Array) -> jax.Array:
+        return key // self.block_size * self.parts + key % self.block_size // self.tokens
+
+    def trip(
+        self, first: jax.Array, i: jax.Array, table: jax.Array
+    ) -> tuple[Callable[[Pages], Pages], jax.Array]:
+        """Trip i: how it reads its chunk, and the keys there, int32 [tokens].
+
+        What is not a key of this trip stands at a position beyond all queries.
+        """
+        token = jnp.arange(self.tokens, dtype=jnp.int32)
+        if self.parts == 1:
+            blocks = self.tokens // self.block_size
+            column = first + i * blocks + jnp.arange(blocks, dtype=jnp.int32)
+            # Past the last column the last block is read again, for keys that nobody sees.
+            ids = table.at[column].get(mode="clip")
+            key = column[0] * self.block_size + token
+            key = jnp.where(jnp.repeat(ids >= 0, self.block_size), key, _NO_KEY)
+            return lambda pages: chunks.read_blocks(pages, jnp.maximum(ids, 0)), key
+        column, part = jnp.divmod(first + i, self.parts)
+        block = table.at[column].get(mode="clip")
+        # The last part overlaps the one before it.
+        offset = jnp.minimum(part * self.tokens, self.block_size - self.tokens)
+        is_new = (block >= 0) & (offset + token >= part * self.tokens)
+        key = jnp.where(is_new, column * self.block_size + offset + token, _NO_KEY)
+        block = jnp.maximum(block, 0)
+        return lambda pages: chunks.read_part(pages, block, offset, self.tokens), key
 
 
 def _all_tiles(
@@ -176,25 +239,19 @@ def _all_tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs every tile and stores its rows in `out` and `lse`."""
     size = min(queries.max_tokens, kernel.tile_tokens)
-    if queries.max_tokens <= size:
-        num_tiles = jnp.int32(queries.counts.shape[0])
-    else:
-        per_sequence = -(-queries.counts // size)
-        ends = jnp.cumsum(per_sequence)
-        num_tiles = ends[-1]
+    per_sequence = -(-queries.counts // size)
+    ends = jnp.cumsum(per_sequence)
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, lse = carry
-        row, begin = i, jnp.int32(0)
-        if queries.max_tokens > size:
-            row = jnp.sum(ends <= i, dtype=jnp.int32)
-            begin = (i - ends[row] + per_sequence[row]) * size
+        row = jnp.sum(ends <= i, dtype=jnp.int32)
+        begin = (i - ends[row] + per_sequence[row]) * size
         rows, row_lse = _tile(kernel, source, queries, q, row, begin, size)
         index = begin + jnp.arange(size, dtype=jnp.int32)
         index = jnp.where(index < queries.counts[row], queries.offsets[row] + index, q.shape[0])
         return out.at[index].set(rows, mode="drop"), lse.at[index].set(row_lse, mode="drop")
 
-    return jax.lax.fori_loop(0, num_tiles, body, (out, lse))
+    return jax.lax.fori_loop(0, ends[-1], body, (out, lse))
 
 
 def _tile(
@@ -246,24 +303,19 @@ def _attend_tile(
     # A query that is not there stands before every key.
     positions = jnp.repeat(jnp.where(token < count, first + token, -1), group)
 
-    keys, block_size = kernel.keys, kernel.block_size
-    chunk = kernel.chunk_blocks(size)
+    keys = kernel.keys
     low = jnp.int32(keys.first)
     if keys.window is not None:
         low = jnp.maximum(low, first - keys.window + 1)
-    low_block = low // block_size
-    seen = jnp.where(count > 0, first + count - keys.distance, 0) - low_block * block_size
-    trips = jnp.maximum(-(-seen // (chunk * block_size)), 0)
+    high = jnp.where(count > 0, first + count - keys.distance, 0)
+    walk = kernel.walk(size)
+    begin, trips = walk.trips(low, high)
     operand = _operand(rows, chunks.value_dtype(kernel.k_spec), kernel.q_parts)
 
     def body(i: jax.Array, state: _State) -> _State:
-        column = low_block + i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        # Past the last column the last block is read again, for keys that nobody sees.
-        ids = table.at[column].get(mode="clip")
-        key = column[0] * block_size + jnp.arange(chunk * block_size, dtype=jnp.int32)
-        visible = _visible(keys, positions, key) & jnp.repeat(ids >= 0, block_size)
-        visible = jax.lax.optimization_barrier(visible)
-        return _absorb(kernel, source, state, operand, jnp.maximum(ids, 0), visible)
+        read, key = walk.trip(begin, i, table)
+        visible = jax.lax.optimization_barrier(_visible(keys, positions, key))
+        return _absorb(kernel, source, state, operand, read, visible)
 
     state = jax.lax.fori_loop(0, trips, body, _start(heads, size * group, kernel.v_spec.head_dim))
     return _finish(state, size, heads, group)
@@ -310,11 +362,11 @@ def _absorb(
     source: _Source,
     state: _State,
     operand: jax.Array,
-    ids: jax.Array,
+    read: Callable[[Pages], Pages],
     visible: jax.Array,
 ) -> _State:
-    """Adds a chunk of blocks to the running softmax."""
-    k = chunks.decode(chunks.read_blocks(source.k, ids), kernel.k_spec, shield=False)
+    """Adds a chunk to the running softmax."""
+    k = chunks.decode(read(source.k), kernel.k_spec, shield=False)
     scores = _scores(operand, k, state.top.shape[1]) * source.scale
     if source.soft_cap is not None:
         scores = source.soft_cap * jnp.tanh(scores / source.soft_cap)
@@ -324,7 +376,7 @@ def _absorb(
     base = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp(scores - base[..., None])
     keep = jnp.exp(state.top - base)
-    v = chunks.decode(chunks.read_blocks(source.v, ids), kernel.v_spec, shield=True)
+    v = chunks.decode(read(source.v), kernel.v_spec, shield=True)
     return _State(
         top,
         state.total * keep + weights.sum(-1),
@@ -334,9 +386,13 @@ def _absorb(
 
 def _scores(operand: jax.Array, k: chunks.Decoded, rows: int) -> jax.Array:
     """Products of query rows, as `_operand` made them, with keys: f32 [heads, rows, tokens]."""
-    # Keys on the left take half the time, unless XLA folds the transposition into the product.
-    scores = jax.lax.optimization_barrier(_product("htd,hrd->htr", k.values, operand))
-    scores = _join(scores.swapaxes(1, 2), rows)
+    if operand.shape[1] <= _FEW_ROWS:
+        # Keys on the left take half the time, unless XLA folds the transposition into the product.
+        scores = jax.lax.optimization_barrier(_product("htd,hrd->htr", k.values, operand))
+        scores = scores.swapaxes(1, 2)
+    else:
+        scores = _product("hrd,htd->hrt", operand, k.values)
+    scores = _join(scores, rows)
     return scores if k.token_scale is None else scores * k.token_scale[:, None]
 
 
@@ -363,7 +419,7 @@ def _weighted_sum(
     if v.bad is not None:
         return total(v.values, v.bad)
     out = total(v.values, None)
-    return jax.lax.cond(jnp.isfinite(out).all(), lambda: out, shielded)
+    return jax.lax.cond(jnp.isfinite(out.sum()), lambda: out, shielded)
 
 
 def _operand(rows: jax.Array, dtype: np.dtype, parts: int) -> jax.Array:

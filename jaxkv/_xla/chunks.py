@@ -97,6 +97,29 @@ def read_blocks(pages: Pages, ids: jax.Array) -> Pages:
     return Pages(data, scales.reshape(*scales.shape[:-2], -1))
 
 
+def read_part(pages: Pages, block: jax.Array, offset: jax.Array, tokens: int) -> Pages:
+    """Reads `tokens` tokens of one block as a chunk.
+
+    Args:
+      pages: one side of a layer.
+      block: int32 scalar, in range.
+      offset: int32 scalar, the first token, at most block_size - tokens.
+      tokens: how many.
+
+    Returns:
+      The chunk: planes [heads, tokens, words], scales [heads, (groups,) tokens].
+    """
+
+    def read(leaf: jax.Array, axis: int) -> jax.Array:
+        start = [jnp.int32(0)] * leaf.ndim
+        start[0], start[axis] = block, offset
+        sizes = (1, *leaf.shape[1:axis], tokens, *leaf.shape[axis + 1 :])
+        return jax.lax.dynamic_slice(leaf, start, sizes)[0]
+
+    data = tuple(read(plane, 2) for plane in pages.data)
+    return Pages(data, None if pages.scales is None else read(pages.scales, pages.scales.ndim - 1))
+
+
 def decode(chunk: Pages, spec: SideSpec, *, shield: bool) -> Decoded:
     """Decodes a chunk, without the layer's fp8 scale.
 

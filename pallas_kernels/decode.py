@@ -1,9 +1,10 @@
-"""Paged attention on Hopper: 64-token tiles of pages against a few query rows (wgmma).
+"""Paged attention: 64-token tiles of pages against a few query rows.
 
 Tokens lie on the long side of both products: scores^T = K [64, D] x Q^T [D, rows] and
 output^T = V^T [D, 64] x weights^T [64, rows]. One warpgroup works on a part of one sequence's
-context; parts are merged outside (`merge`). Online softmax as in FlashAttention
-(https://arxiv.org/abs/2205.14135), parts as in Flash-Decoding.
+context; parts are merged outside (`merge`). On Hopper tiles come by TMA and barriers are placed
+here; before Hopper they come by cp.async and the compiler places barriers. Online softmax as in
+FlashAttention (https://arxiv.org/abs/2205.14135), parts as in Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import plgpu, store
 from pallas_kernels.dequantize import TILE, has_row_scale
-from pallas_kernels.sides import Side, swizzled
+from pallas_kernels.products import LAYOUT as _LAYOUT
+from pallas_kernels.products import Mma, Products, Wgmma
+from pallas_kernels.sides import Side, copy_to_shared, swizzled
 from pallas_kernels.tuning import Tuning
 
-_LAYOUT = plgpu.Layout.WGMMA
 _COLUMNS = _LAYOUT.reduce(0)
 LOG2_E = 1.4426950408889634
 # Below every raw score, and finite, so that differences of running maxima are never NaN. A power of
@@ -46,6 +48,7 @@ class Problem:
       one_token: whether a block's rows all belong to one query token.
       window: keys that a query sees, itself included; None for all.
       soft_cap: bound of the scores, or None.
+      has_tma: whether the target has the copy engine of Hopper and later.
     """
 
     k: Side
@@ -57,14 +60,7 @@ class Problem:
     one_token: bool
     window: int | None
     soft_cap: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Refs:
-    """One side: its ring of tiles, and the arrays they come from."""
-
-    ring: Sequence[Any]
-    source: Sequence[Any]
+    has_tma: bool = True
 
 
 def attend_tiles(
@@ -108,11 +104,12 @@ def attend_tiles(
         jax.ShapeDtypeStruct((*parts, rows), f32),
         jax.ShapeDtypeStruct((*parts, rows), f32),
     )
-    num_k, num_v = len(k_arrays), len(v_arrays)
+    inputs = (q, *k_arrays, *v_arrays, block_tables, tiles, limits, factor)
+    is_interpreted = interpret is not None
 
     def body(*refs: Any, **scratch: Any) -> None:
-        inputs, outputs = refs[: 5 + num_k + num_v], refs[5 + num_k + num_v :]
-        _attend_part(problem, interpret is not None, inputs, num_k, outputs, scratch)
+        kernel = _Kernel(problem, is_interpreted, refs[: len(inputs)], len(k_arrays), scratch)
+        kernel.run(refs[len(inputs) :])
 
     options = {} if interpret is None else {"interpret": interpret}
     call = plgpu.kernel(
@@ -120,11 +117,13 @@ def attend_tiles(
         out_type=out_type,
         grid=parts,
         grid_names=("row_block", "head", "split"),
-        scratch_types=_scratch(problem, interpret is not None),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        scratch_types=_scratch(problem, is_interpreted),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=problem.tuning.path == "wgmma"
+        ),
         **options,
     )
-    return call(q, *k_arrays, *v_arrays, block_tables, tiles, limits, factor)
+    return call(*inputs)
 
 
 def _scratch(problem: Problem, interpret: bool) -> dict[str, Any]:
@@ -139,12 +138,13 @@ def _scratch(problem: Problem, interpret: bool) -> dict[str, Any]:
         k_ring=k.scratch(stages),
         v_ring=v.scratch(stages),
         weights=matrix((rows, TILE), v.dtype),
-        out=plgpu.SMEM((v_dim, rows), jnp.float32),
-        q_barrier=plgpu.Barrier(),
-        barrier=plgpu.Barrier(
-            num_arrivals=k.copies_per_tile + v.copies_per_tile, num_barriers=stages
-        ),
     )
+    if problem.has_tma:
+        arrivals = k.copies_per_tile + v.copies_per_tile
+        scratch["q_barrier"] = plgpu.Barrier()
+        scratch["barrier"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    if problem.tuning.path == "wgmma":
+        scratch["out"] = plgpu.SMEM((v_dim, rows), jnp.float32)
     if _keys_in_shared(problem, interpret):
         scratch["k_tile"] = matrix((TILE, k_dim), k.dtype)
     if v.is_decoded:
@@ -153,247 +153,234 @@ def _scratch(problem: Problem, interpret: bool) -> dict[str, Any]:
 
 
 def _keys_in_shared(problem: Problem, interpret: bool) -> bool:
-    """The interpreter knows no matrix multiply from registers."""
-    return problem.k.is_decoded and (interpret or not problem.tuning.key_in_registers)
+    """Whether decoded keys pass through shared memory; the interpreter's wgmma needs them there."""
+    needs = interpret and problem.tuning.path == "wgmma"
+    return problem.k.is_decoded and (needs or not problem.tuning.key_in_registers)
 
 
-def _attend_part(
-    problem: Problem,
-    interpret: bool,
-    inputs: Sequence[Any],
-    num_k: int,
-    outputs: Sequence[Any],
-    scratch: dict[str, Any],
-) -> None:
-    """The body: one row block, one head, one part of the context."""
-    q_ref, *arrays, table_ref, tiles_ref, limits_ref, factor_ref = inputs
-    block, head = lax.axis_index("row_block"), lax.axis_index("head")
-    split = lax.axis_index("split")
-    low, high = tiles_ref[block, 1], tiles_ref[block, 2]
-    table = table_ref.at[tiles_ref[block, 0]]
-    first = lax.div(low, jnp.int32(TILE)) + split * problem.split_tiles
-    count = jnp.clip(lax.div(high + (TILE - 1), jnp.int32(TILE)) - first, 0, problem.split_tiles)
-    last = first + count
-    k = _Refs(scratch["k_ring"], arrays[:num_k])
-    v = _Refs(scratch["v_ring"], arrays[num_k:])
-    stages = problem.tuning.stages
+class _Kernel:
+    """The body of one program: one row block, one head, one part of the context."""
 
-    def issue(tile: Any, slot: Any) -> None:
-        _issue(problem, (k, v), table, scratch["barrier"].at[slot], slot, tile, head)
+    def __init__(
+        self,
+        problem: Problem,
+        interpret: bool,
+        inputs: Sequence[Any],
+        num_k: int,
+        scratch: dict[str, Any],
+    ) -> None:
+        q_ref, *arrays, table_ref, tiles_ref, limits_ref, factor_ref = inputs
+        self.problem, self.interpret, self.scratch = problem, interpret, scratch
+        self.k_source, self.v_source = arrays[:num_k], arrays[num_k:]
+        self.k_ring, self.v_ring = scratch["k_ring"], scratch["v_ring"]
+        product = Wgmma if problem.tuning.path == "wgmma" else Mma
+        self.products: Products = product(interpret)
+        self.block, self.head = lax.axis_index("row_block"), lax.axis_index("head")
+        self.split = lax.axis_index("split")
+        self.q_ref, self.limits_ref, self.tiles_ref = q_ref, limits_ref, tiles_ref
+        self.table = table_ref.at[tiles_ref[self.block, 0]]
+        self.low, self.high = tiles_ref[self.block, 1], tiles_ref[self.block, 2]
+        self.factor_ref = factor_ref
+        self.last_tile = table_ref.shape[1] * problem.k.block_size // TILE - 1
 
-    plgpu.copy_gmem_to_smem(q_ref.at[block, head], scratch["q_tile"], scratch["q_barrier"])
-    for slot in range(stages - 1):
-        pl.when(slot < count)(functools.partial(issue, first + slot, jnp.int32(slot)))
-    limits = None
-    if not problem.one_token:
-        limits = plgpu.load(limits_ref.at[block], layout=_COLUMNS, optimized=False)
-    factor, opaque_zero = factor_ref[0], tiles_ref[block, 3]
-    plgpu.barrier_wait(scratch["q_barrier"])
+    def run(self, outputs: Sequence[Any]) -> None:
+        """Streams the part's tiles and writes its results."""
+        problem, stages = self.problem, self.problem.tuning.stages
+        first = lax.div(self.low, jnp.int32(TILE)) + self.split * problem.split_tiles
+        tiles = lax.div(self.high + (TILE - 1), jnp.int32(TILE)) - first
+        count = jnp.clip(tiles, 0, problem.split_tiles)
+        last = first + count
+        self._copy(self.q_ref.at[self.block, self.head], self.scratch["q_tile"], "q_barrier")
+        for slot in range(stages - 1):
+            self._issue(first + slot, last, jnp.int32(slot))
+        limits = None
+        if not problem.one_token:
+            limits_ref = self.limits_ref.at[self.block]
+            limits = plgpu.load(limits_ref, layout=_COLUMNS, optimized=False)
+        self.factor, self.opaque_zero = self.factor_ref[0], self.tiles_ref[self.block, 3]
+        self._wait_query()
+        self.query = self.products.query(self.scratch["q_tile"])
 
-    def step(tile: Any, carry: Any) -> Any:
-        slot, previous_slot, running_max, scaled_max, sums, out = carry
+        def step(tile: Any, carry: Any) -> Any:
+            slot, previous_slot, *state = carry
+            state = self._step(tile, last, slot, previous_slot, state, limits)
+            return jnp.where(slot == stages - 1, 0, slot + 1), slot, *state
+
+        rows, v_dim = problem.tuning.rows, problem.v.spec.head_dim
+        running_max = plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), _COLUMNS)
+        sums = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), _LAYOUT)
+        out = plgpu.layout_cast(jnp.zeros((v_dim, rows), jnp.float32), _LAYOUT)
+        state = (running_max, self._exponent(running_max), sums, out)
+        carry = (jnp.int32(0), jnp.int32(stages - 1), *state)
+        _, _, _, *results = lax.fori_loop(first, last, step, carry)
+        self._write(count, results, outputs)
+
+    def _step(
+        self,
+        tile: Any,
+        last: Any,
+        slot: Any,
+        previous_slot: Any,
+        state: Sequence[jax.Array],
+        limits: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
+        """One tile of the online softmax."""
+        running_max, scaled_max, sums, out = state
         start = tile * TILE
-        plgpu.barrier_wait(scratch["barrier"].at[slot])
-        scores = _cap(problem, _scores(problem, k, slot, scratch, interpret, opaque_zero), factor)
-        scores = _mask(problem, scores, (low - start, high - start), start, limits)
+        bounds = (self.low - start, self.high - start)
+        # Without a window every tile's first row is seen.
+        keep = (None if self.problem.window is None else bounds[0], bounds[1])
+        self._wait_tile(slot)
+        scores = self._mask(self._cap(self._scores(slot)), bounds, start, limits)
         running_max = jnp.maximum(running_max, scores.max(axis=0))
-        new_max = _exponent(problem, running_max, factor)
+        new_max = self._exponent(running_max)
         shrink = jnp.exp2(scaled_max - new_max)
-        exponent = _exponent(problem, scores, factor)
+        exponent = self._exponent(scores)
         weights = jnp.exp2(exponent - lax.broadcast_in_dim(new_max, scores.shape, (1,)))
         sums = sums * lax.broadcast_in_dim(shrink, sums.shape, (1,)) + weights
-        # Without a window every tile's first row is seen.
-        keep = (None if problem.window is None else low - start, high - start)
-        _store_weights(problem, v, slot, keep, weights, scratch, interpret)
-        v_tile = _value_tile(problem, v, slot, keep, scratch, interpret, opaque_zero)
-        plgpu.commit_smem()
+        self._store_weights(slot, keep, weights)
+        v_tile = self._value_tile(slot, keep)
+        self._commit()
         # Every warp has now left the previous tile, whose slot the next copy takes.
-        ahead = tile + (stages - 1)
-        pl.when(ahead < last)(functools.partial(issue, ahead, previous_slot))
+        self._issue(tile + (self.problem.tuning.stages - 1), last, previous_slot)
         out = out * lax.broadcast_in_dim(shrink, out.shape, (1,))
-        out = _accumulate(out, v_tile.T, scratch["weights"].T, interpret)
-        return jnp.where(slot == stages - 1, 0, slot + 1), slot, running_max, new_max, sums, out
+        out = self.products.accumulate(out, v_tile, self.scratch["weights"])
+        return running_max, new_max, sums, out
 
-    rows, v_dim = problem.tuning.rows, problem.v.spec.head_dim
-    running_max = plgpu.layout_cast(jnp.full((rows,), _LOWEST, jnp.float32), _COLUMNS)
-    sums = plgpu.layout_cast(jnp.zeros((TILE, rows), jnp.float32), _LAYOUT)
-    out = plgpu.layout_cast(jnp.zeros((v_dim, rows), jnp.float32), _LAYOUT)
-    scaled_max = _exponent(problem, running_max, factor)
-    carry = (jnp.int32(0), jnp.int32(stages - 1), running_max, scaled_max, sums, out)
-    _, _, _, *results = lax.fori_loop(first, last, step, carry)
-    _write(problem, (block, head, split), count, results, outputs, scratch)
+    def _copy(self, source: Any, target: Any, barrier: str) -> None:
+        copy_to_shared(source, target, self.scratch.get(barrier))
 
+    def _wait_query(self) -> None:
+        if self.problem.has_tma:
+            plgpu.barrier_wait(self.scratch["q_barrier"])
+        else:
+            plgpu.wait_gmem_to_smem(0)
 
-def _issue(
-    problem: Problem,
-    refs: tuple[_Refs, _Refs],
-    table: Any,
-    barrier: Any,
-    slot: Any,
-    tile: Any,
-    head: Any,
-) -> None:
-    """Starts the copies of a tile of the sequence into a slot of both rings."""
-    token = tile * TILE
-    column = lax.div(token, jnp.int32(problem.k.block_size))
-    blocks = [table[column + p] for p in range(problem.k.pages_per_tile)]
-    offset = token - column * problem.k.block_size
-    for side, ref in zip((problem.k, problem.v), refs, strict=True):
-        side.issue(ref.source, ref.ring, barrier, slot, head, blocks, offset)
+    def _issue(self, tile: Any, last: Any, slot: Any) -> None:
+        """Starts the copies of a tile of the sequence into a slot of both rings."""
+        if self.problem.has_tma:
+            pl.when(tile < last)(functools.partial(self._copy_tile, tile, slot))
+        else:  # cp.async is waited for by count, so that tiles past the end are copied too.
+            self._copy_tile(jnp.clip(tile, 0, self.last_tile), slot)
 
+    def _copy_tile(self, tile: Any, slot: Any) -> None:
+        k, v = self.problem.k, self.problem.v
+        token = tile * TILE
+        column = lax.div(token, jnp.int32(k.block_size))
+        blocks = [self.table[column + p] for p in range(k.pages_per_tile)]
+        offset = token - column * k.block_size
+        barrier = self.scratch["barrier"].at[slot] if self.problem.has_tma else None
+        k.issue(self.k_source, self.k_ring, barrier, slot, self.head, blocks, offset)
+        v.issue(self.v_source, self.v_ring, barrier, slot, self.head, blocks, offset)
 
-def _multiply(a: Any, b: Any) -> jax.Array:
-    """A [m, k] times b [k, n] (shared memory, or a in registers), f32 [m, n] in registers."""
+    def _wait_tile(self, slot: Any) -> None:
+        if self.problem.has_tma:
+            plgpu.barrier_wait(self.scratch["barrier"].at[slot])
+        else:
+            copies = self.problem.k.copies_per_tile + self.problem.v.copies_per_tile
+            plgpu.wait_gmem_to_smem((self.problem.tuning.stages - 2) * copies)
 
-    def run(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, a, b)
-        return plgpu.layout_cast(accumulator[...], _LAYOUT)
+    def _commit(self) -> None:
+        """Makes stores to shared memory visible to other warps, and to TMA and wgmma."""
+        if self.problem.has_tma:
+            plgpu.commit_smem()
 
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def _accumulate(out: jax.Array, a: Any, b: Any, interpret: bool) -> jax.Array:
-    """Out + a b; the interpreter has no accumulator that starts from a value."""
-    if interpret:
-        return out + _multiply(a, b)
-
-    def run(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, a, b)
-
-    return plgpu.layout_cast(pl.run_state(run)(plgpu.ACC.init(out)), _LAYOUT)
-
-
-def _scores(
-    problem: Problem,
-    k: _Refs,
-    slot: Any,
-    scratch: dict[str, Any],
-    interpret: bool,
-    opaque_zero: Any,
-) -> jax.Array:
-    """Raw scores^T [64, rows] of a tile."""
-    side = problem.k
-    q_transposed = scratch["q_tile"].T
-    if not side.is_decoded:
-        return _multiply(k.ring[0].at[slot], q_transposed)
-    keys: Any = side.decode(k.ring, slot, None, opaque_zero, interpret)
-    if _keys_in_shared(problem, interpret):
-        scratch["k_tile"][...] = keys
-        plgpu.commit_smem()
-        keys = scratch["k_tile"]
-    scores = _multiply(keys, q_transposed)
-    if has_row_scale(side.spec):
-        scale = side.row_scales(k.ring, slot, None, interpret)
-        scores *= lax.broadcast_in_dim(scale, scores.shape, (0,))
-    return scores
-
-
-def _cap(problem: Problem, scores: jax.Array, factor: Any) -> jax.Array:
-    """Cap * tanh(scores * factor / cap) where there is a cap, else the raw scores.
-
-    tanh by exponentials: its approximation in hardware is off by 2^-11 of the cap.
-    """
-    if problem.soft_cap is None:
+    def _scores(self, slot: Any) -> jax.Array:
+        """Raw scores^T [64, rows] of a tile."""
+        side = self.problem.k
+        if not side.is_decoded:
+            return self.products.scores(self.k_ring[0].at[slot], self.query)
+        in_shared = _keys_in_shared(self.problem, self.interpret)
+        layout = _LAYOUT if in_shared else self.products.key_layout(side.dtype)
+        keys: Any = side.decode(self.k_ring, slot, None, self.opaque_zero, layout, self.interpret)
+        if in_shared:
+            self.scratch["k_tile"][...] = keys
+            self._commit()
+            keys = self.scratch["k_tile"]
+        scores = self.products.scores(keys, self.query)
+        if has_row_scale(side.spec):
+            scale = side.row_scales(self.k_ring, slot, None, self.interpret)
+            scores *= lax.broadcast_in_dim(scale, scores.shape, (0,))
         return scores
-    cap = np.float32(problem.soft_cap)
-    # Beyond 15 tanh is 1 to f32, and its exponential must not overflow.
-    ratio = jnp.minimum(scores * (factor * np.float32(1 / cap)), 15.0)
-    doubled = jnp.exp2(ratio * np.float32(2 * LOG2_E))
-    return (1.0 - 2.0 / (doubled + 1.0)) * np.float32(cap * LOG2_E)
 
+    def _cap(self, scores: jax.Array) -> jax.Array:
+        """Cap * tanh(scores * factor / cap) where there is a cap, else the raw scores.
 
-def _exponent(problem: Problem, scores: jax.Array, factor: Any) -> jax.Array:
-    """Base 2 exponents of scores; raw ones keep their (positive) factor until here."""
-    return scores * factor if problem.soft_cap is None else scores
+        tanh by exponentials: its approximation in hardware is off by 2^-11 of the cap.
+        """
+        if self.problem.soft_cap is None:
+            return scores
+        cap = np.float32(self.problem.soft_cap)
+        # Beyond 15 tanh is 1 to f32, and its exponential must not overflow.
+        ratio = jnp.minimum(scores * (self.factor * np.float32(1 / cap)), 15.0)
+        doubled = jnp.exp2(ratio * np.float32(2 * LOG2_E))
+        return (1.0 - 2.0 / (doubled + 1.0)) * np.float32(cap * LOG2_E)
 
+    def _exponent(self, scores: jax.Array) -> jax.Array:
+        """Base 2 exponents of scores; raw ones keep their (positive) factor until here."""
+        return scores * self.factor if self.problem.soft_cap is None else scores
 
-def _mask(
-    problem: Problem,
-    scores: jax.Array,
-    bounds: tuple[Any, Any],
-    start: Any,
-    limits: jax.Array | None,
-) -> jax.Array:
-    """-inf where a query does not see a key: beyond its own position, or before its window."""
-    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_LAYOUT)
-    if limits is None:  # All rows are one token's: they see the same keys.
-        low, limit = bounds
-        oldest = low
-    else:
-        limit = lax.broadcast_in_dim(limits, scores.shape, (1,)) - start
-        oldest = limit - (problem.window or 0)
-    scores = jnp.where(row < limit, scores, -jnp.inf)
-    if problem.window is not None:
-        scores = jnp.where(row >= oldest, scores, -jnp.inf)
-    return scores
+    def _mask(
+        self, scores: jax.Array, bounds: tuple[Any, Any], start: Any, limits: jax.Array | None
+    ) -> jax.Array:
+        """-inf where a query does not see a key: beyond its own position, or before its window."""
+        row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_LAYOUT)
+        if limits is None:  # All rows are one token's: they see the same keys.
+            oldest, limit = bounds
+        else:
+            limit = lax.broadcast_in_dim(limits, scores.shape, (1,)) - start
+            oldest = limit - (self.problem.window or 0)
+        scores = jnp.where(row < limit, scores, -jnp.inf)
+        if self.problem.window is not None:
+            scores = jnp.where(row >= oldest, scores, -jnp.inf)
+        return scores
 
+    def _store_weights(self, slot: Any, keep: tuple[Any | None, Any], weights: jax.Array) -> None:
+        """Puts weights^T into shared memory for the second product, row scales of V included."""
+        side = self.problem.v
+        if has_row_scale(side.spec):
+            scale = side.row_scales(self.v_ring, slot, keep, self.interpret)
+            weights *= lax.broadcast_in_dim(scale, weights.shape, (0,))
+        self.scratch["weights"].T[...] = weights.astype(side.dtype)
 
-def _store_weights(
-    problem: Problem,
-    v: _Refs,
-    slot: Any,
-    keep: tuple[Any | None, Any],
-    weights: jax.Array,
-    scratch: dict[str, Any],
-    interpret: bool,
-) -> None:
-    """Puts weights^T into shared memory for the second product, row scales of V included."""
-    side = problem.v
-    if has_row_scale(side.spec):
-        scale = side.row_scales(v.ring, slot, keep, interpret)
-        weights *= lax.broadcast_in_dim(scale, weights.shape, (0,))
-    scratch["weights"].T[...] = weights.astype(side.dtype)
+    def _value_tile(self, slot: Any, keep: tuple[Any | None, Any]) -> Any:
+        """The tile's values [64, D] in shared memory, rows that nobody sees zeroed.
 
+        Whatever those rows hold, NaN included, must not meet its zero weight.
+        """
+        side = self.problem.v
+        if side.is_decoded:
+            self.scratch["v_tile"][...] = side.decode(
+                self.v_ring, slot, keep, self.opaque_zero, _LAYOUT, self.interpret
+            )
+            return self.scratch["v_tile"]
+        tile = self.v_ring[0].at[slot]
+        low, high = keep
+        has_unseen = high < TILE if low is None else (low > 0) | (high < TILE)
 
-def _value_tile(
-    problem: Problem,
-    v: _Refs,
-    slot: Any,
-    keep: tuple[Any | None, Any],
-    scratch: dict[str, Any],
-    interpret: bool,
-    opaque_zero: Any,
-) -> Any:
-    """The tile's values [64, D] in shared memory, rows that nobody sees zeroed.
+        @pl.when(has_unseen)
+        def _() -> None:
+            values = plgpu.layout_cast(tile[...], _LAYOUT)
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_LAYOUT)
+            inside = row < high if low is None else (row >= low) & (row < high)
+            tile[...] = jnp.where(inside, values, jnp.zeros_like(values))
 
-    Whatever those rows hold, NaN included, must not meet its zero weight.
-    """
-    side = problem.v
-    if side.is_decoded:
-        scratch["v_tile"][...] = side.decode(v.ring, slot, keep, opaque_zero, interpret)
-        return scratch["v_tile"]
-    tile = v.ring[0].at[slot]
+        return tile
 
-    low, high = keep
-    has_unseen = high < TILE if low is None else (low > 0) | (high < TILE)
+    def _write(self, count: Any, results: Sequence[jax.Array], outputs: Sequence[Any]) -> None:
+        """Writes a part's results; an empty part's output is left as it is."""
+        scaled_max, sums, out = results
+        out_ref, max_ref, sum_ref = outputs
+        part = (self.block, self.head, self.split)
+        store(max_ref.at[part], scaled_max)
+        store(sum_ref.at[part], sums.sum(axis=0))
 
-    @pl.when(has_unseen)
-    def _() -> None:
-        values = plgpu.layout_cast(tile[...], _LAYOUT)
-        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_LAYOUT)
-        inside = row < high if low is None else (row >= low) & (row < high)
-        tile[...] = jnp.where(inside, values, jnp.zeros_like(values))
-
-    return tile
-
-
-def _write(
-    problem: Problem,
-    part: tuple[Any, Any, Any],
-    count: Any,
-    results: Sequence[jax.Array],
-    outputs: Sequence[Any],
-    scratch: dict[str, Any],
-) -> None:
-    """Writes a part's results; an empty part's output is left as it is."""
-    running_max, sums, out = results
-    out_ref, max_ref, sum_ref = outputs
-    store(max_ref.at[part], running_max)
-    store(sum_ref.at[part], sums.sum(axis=0))
-
-    @pl.when(count > 0)
-    def _() -> None:
-        scratch["out"][...] = out
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch["out"], out_ref.at[part])
-        plgpu.wait_smem_to_gmem(0)
+        @pl.when(count > 0)
+        def _() -> None:
+            if self.problem.tuning.path == "mma":
+                store(out_ref.at[part], out)
+                return
+            self.scratch["out"][...] = out
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.scratch["out"], out_ref.at[part])
+            plgpu.wait_smem_to_gmem(0)

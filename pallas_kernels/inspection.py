@@ -228,6 +228,7 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
     from jaxkv.codecs import pages_shapes
     from jaxkv.formats import FORMATS, SideSpec
     from pallas_kernels.paged_attention import paged_attention
+    from pallas_kernels.sides import Side
     from pallas_kernels.tuning import default_tuning
 
     k_spec, v_spec = (
@@ -235,9 +236,11 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
         for name in (case.k, case.v)
     )
     heads, sequences, columns = 8, 4, 2048 // case.block_size
-    tuning = default_tuning(k_spec, v_spec, case.tokens * case.group)
+    tuning = None
     if case.path is not None:
-        tuning = dataclasses.replace(tuning, path=case.path)  # type: ignore[arg-type]
+        k_side, v_side = Side(k_spec, case.block_size), Side(v_spec, case.block_size)
+        path: Any = case.path
+        tuning = default_tuning(k_side, v_side, case.tokens * case.group, path)
     i32 = jnp.int32
     q_shape = (sequences, case.tokens, heads * case.group, case.head_dim)
     arguments = (

@@ -13,12 +13,13 @@ import numpy as np
 from jaxkv.codecs import Pages
 from jaxkv.formats import SideSpec
 from pallas_kernels import decode
+from pallas_kernels._compat import compute_capability
 from pallas_kernels.dequantize import unit
 from pallas_kernels.merge import merge_parts
 from pallas_kernels.register_order import columns_of_dims, dims_of_columns
 from pallas_kernels.row_blocks import RowBlocks
 from pallas_kernels.sides import Side
-from pallas_kernels.tuning import Tuning, default_tuning, splits_of
+from pallas_kernels.tuning import Path, Tuning, check_tuning, default_tuning, splits_of
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -109,6 +110,7 @@ def paged_attention(
     reasons = unsupported_reasons(k_spec, v_spec, block_size)
     if reasons:
         raise NotImplementedError("paged_attention: " + "; ".join(reasons))
+    capability = (9, 0) if interpret is not None else compute_capability()
     call = _Call(
         Side(k_spec, block_size),
         Side(v_spec, block_size),
@@ -116,6 +118,9 @@ def paged_attention(
         window,
         None if soft_cap is None else float(soft_cap),
         tuning,
+        # wgmma is Hopper's alone.
+        "wgmma" if capability[0] == 9 else "mma",
+        capability >= (9, 0),
         interpret,
     )
     one = jnp.float32(1)
@@ -144,6 +149,8 @@ class _Call:
     window: int | None
     soft_cap: float | None
     tuning: Tuning | None
+    path: Path
+    has_tma: bool
     interpret: Any
 
 
@@ -206,7 +213,8 @@ def _plan(
     group = q.shape[-2] // num_kv_heads
     num = len(new_tokens)
     tokens = q.shape[1] if offsets is None else -(-q.shape[0] // num)
-    tuning = call.tuning or default_tuning(call.k.spec, call.v.spec, tokens * group)
+    tuning = call.tuning or default_tuning(call.k, call.v, tokens * group, call.path)
+    check_tuning(call.k, call.v, tuning)
     if offsets is None:
         blocks = RowBlocks.padded(new_tokens, tokens, group, tuning.rows)
     else:
@@ -227,6 +235,7 @@ def _plan(
         offsets is None and tokens == 1,
         call.window,
         call.soft_cap,
+        call.has_tma,
     )
     return blocks, problem
 

@@ -36,6 +36,15 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     return (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(128))
 
 
+def copy_to_shared(source: Any, target: Any, barrier: Any) -> None:
+    """Starts a copy that arrives at a barrier, or, without one, a counted cp.async."""
+    if barrier is None:
+        promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=promise)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plane:
     """One array of codes.
@@ -163,16 +172,25 @@ class Side:
             arrays.append(pages.scales.reshape(blocks, heads, self.scale_rows, self.block_size))
         return arrays
 
-    def scratch(self, stages: int) -> list[Any]:
-        """Shared memory for a ring of tiles, in the order of `global_arrays`."""
-        types = [
-            plgpu.SMEM((stages, *plane.tile_shape), plane.dtype, transforms=plane.transforms)
-            for plane in self.planes
+    def scratch_shapes(self, stages: int) -> list[tuple[tuple[int, ...], Any]]:
+        """Shapes and dtypes of a ring of tiles, in the order of `global_arrays`."""
+        shapes: list[tuple[tuple[int, ...], Any]] = [
+            ((stages, *plane.tile_shape), plane.dtype) for plane in self.planes
         ]
         if self.scale_tile is not None:
             shape = (stages, self.pages_per_tile, self.scale_tile.rows, self.page_tokens)
-            types.append(plgpu.SMEM(shape, self.scale_dtype))
-        return types
+            shapes.append((shape, self.scale_dtype))
+        return shapes
+
+    def scratch(self, stages: int) -> list[Any]:
+        """Shared memory for a ring of tiles."""
+        transforms = [plane.transforms for plane in self.planes] + [()] * (self.scale_rows > 0)
+        return [
+            plgpu.SMEM(shape, dtype, transforms=transform)
+            for (shape, dtype), transform in zip(
+                self.scratch_shapes(stages), transforms, strict=True
+            )
+        ]
 
     def issue(
         self,
@@ -189,7 +207,7 @@ class Side:
         Args:
           sources: references to `global_arrays`.
           ring: references to `scratch`.
-          barrier: expects `copies_per_tile` arrivals.
+          barrier: expects `copies_per_tile` arrivals; None copies by cp.async.
           slot: place in the ring.
           head: KV head.
           blocks: block ids of the tile's pages.
@@ -203,16 +221,22 @@ class Side:
                 if self.block_size > TILE:
                     page = source.at[block, head, pl.ds(first, lines)]
                 place = target.at[slot, pl.ds(p * lines, lines)]
-                plgpu.copy_gmem_to_smem(page, place, barrier)
+                copy_to_shared(page, place, barrier)
             if self.scale_rows:
                 page = sources[-1].at[block, head]
                 if self.block_size > TILE:
                     page = sources[-1].at[block, head, :, pl.ds(offset, TILE)]
                 place = ring[-1].at[slot, p, pl.ds(0, self.scale_rows)]
-                plgpu.copy_gmem_to_smem(page, place, barrier)
+                copy_to_shared(page, place, barrier)
 
     def decode(
-        self, ring: Sequence[Any], slot: Any, bounds: Any, opaque_zero: Any, interpret: bool
+        self,
+        ring: Sequence[Any],
+        slot: Any,
+        bounds: Any,
+        opaque_zero: Any,
+        layout: Any,
+        interpret: bool,
     ) -> jax.Array:
         """Decodes a tile into registers, columns in register order.
 
@@ -221,10 +245,11 @@ class Side:
           slot: place in the ring.
           bounds: None, or (low, high) int32 rows to keep, low None for 0; others decode to zero.
           opaque_zero: int32 0 that the compiler cannot know to be 0.
+          layout: of the registers, an operand or accumulator of wgmma or mma.
           interpret: whether the kernel is interpreted.
 
         Returns:
-          [64, head_dim] in `dtype`, in the layout of a wgmma operand.
+          [64, head_dim] in `dtype`.
         """
         if interpret:
             return twin.decode_tile(self.spec, *self._tile_values(ring, slot), bounds)
@@ -243,12 +268,14 @@ class Side:
                 lanes, self.spec, self.scale_tile, refs[:num_planes], scales, keep
             )
             element = ir.BF16Type.get() if self.dtype == jnp.bfloat16 else ir.F16Type.get()
-            return fragmented_array(
-                wgmma_registers(rows, dim, lambda word: lanes.as_pair(word, element)),
-                plgpu.Layout.WGMMA,
-            )
+            # Operands and accumulators order their registers alike: by column tile, then row.
+            registers = np.empty(layout.to_mgpu().registers_shape((TILE, dim)), dtype=object)
+            for half, row in enumerate(rows):
+                for tile, word in enumerate(row):
+                    registers.reshape(dim // 8, 2)[tile, half] = lanes.as_pair(word, element)
+            return fragmented_array(registers, layout)
 
-        result = plgpu.ShapeDtypeStruct((TILE, dim), self.dtype, layout=plgpu.Layout.WGMMA)
+        result = plgpu.ShapeDtypeStruct((TILE, dim), self.dtype, layout=layout)
         transforms = [plane.transforms for plane in self.planes] + [()] * (self.scale_rows > 0)
         scalars = (opaque_zero, *_known(bounds))
         return self._inline(build, result, ring, transforms, slot, scalars)
@@ -308,16 +335,6 @@ def _known(bounds: Any) -> tuple[Any, ...]:
 def _pair(limits: Sequence[Any]) -> tuple[Any, Any]:
     """(low or None, high) of what `_known` passed."""
     return (None, limits[0]) if len(limits) == 1 else (limits[0], limits[1])
-
-
-def wgmma_registers(rows: list[list[Any]], dim: int, pair: Any) -> np.ndarray:
-    """Arranges two rows of registers as the wgmma layout of a [64, dim] array has them."""
-    registers = np.empty(plgpu.Layout.WGMMA.to_mgpu().registers_shape((TILE, dim)), dtype=object)
-    flat = registers.reshape(dim // 8, 2)
-    for half, row in enumerate(rows):
-        for tile, word in enumerate(row):
-            flat[tile, half] = pair(word)
-    return registers
 
 
 def _f16_to_f32_vector(word: Any) -> Any:

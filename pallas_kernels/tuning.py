@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
-from jaxkv.formats import SideSpec
+import numpy as np
+
+from pallas_kernels.sides import Side
 
 Path = Literal["wgmma", "mma"]
 
 ROWS = (8, 16, 32, 64, 128)
-# Shared memory that one CTA may use on Hopper, less what the compiler reserves.
-SHARED_BYTES = 227 * 1024 - 2048
+# Shared memory that one CTA may use, less what the compiler reserves: Hopper, and the A100.
+_SHARED_BYTES = {"wgmma": 227 * 1024 - 1024, "mma": 163 * 1024 - 1024}
+# By the larger head_dim: the most query rows whose accumulators leave registers for decoding.
+_MOST_ROWS = {64: 64, 128: 64, 256: 32}
+_STAGES = (3, 2)
+# Decoded keys of that many rows and fewer fit beside the accumulators.
+_KEYS_IN_REGISTERS_ROWS = 16
 # CTAs that fill a large GPU twice over; what a batch of one is split for.
 _TARGET_CTAS = 256
 _MIN_SPLIT_TOKENS = 512
@@ -81,9 +89,33 @@ def splits_of(
     return -(-tiles // split_tiles), split_tiles
 
 
-def default_tuning(k_spec: SideSpec, v_spec: SideSpec, query_rows: int) -> Tuning:
-    """The tuning of these formats and this many query rows of one sequence and KV head."""
-    widest = max(k_spec.head_dim, v_spec.head_dim)
-    most = 32 if widest > 128 else 64
-    rows = next((rows for rows in ROWS if query_rows <= rows <= most), most)
-    return Tuning(rows=rows, key_in_registers=rows <= 16)
+def shared_bytes(k: Side, v: Side, tuning: Tuning) -> int:
+    """Shared memory of a CTA of these sides, in bytes, before alignment."""
+    arrays = k.scratch_shapes(tuning.stages) + v.scratch_shapes(tuning.stages)
+    itemsize = 2
+    total = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+    total += tuning.rows * itemsize * (k.spec.head_dim + _TILE)
+    if tuning.path == "wgmma":
+        total += tuning.rows * v.spec.head_dim * 4
+    tiles = [v] * v.is_decoded + [k] * (k.is_decoded and not tuning.key_in_registers)
+    return total + sum(_TILE * side.spec.head_dim * itemsize for side in tiles)
+
+
+def check_tuning(k: Side, v: Side, tuning: Tuning) -> None:
+    """Raises ValueError where a CTA would need more shared memory than there is."""
+    need, have = shared_bytes(k, v, tuning), _SHARED_BYTES[tuning.path]
+    if need > have:
+        raise ValueError(f"tuning: needs {need} bytes of shared memory, {have} are there: {tuning}")
+
+
+def default_tuning(k: Side, v: Side, query_rows: int, path: Path) -> Tuning:
+    """The tuning of these sides and this many query rows of one sequence and KV head."""
+    most = _MOST_ROWS[max(k.spec.head_dim, v.spec.head_dim)]
+    fewest = 16 if path == "mma" else 8  # cp.async spreads four 8-row tiles over the warps.
+    wanted = next((rows for rows in ROWS if max(query_rows, fewest) <= rows <= most), most)
+    for rows in (r for r in reversed(ROWS) if r <= wanted):
+        for stages in _STAGES:
+            tuning = Tuning(path, rows, stages, None, rows <= _KEYS_IN_REGISTERS_ROWS)
+            if shared_bytes(k, v, tuning) <= _SHARED_BYTES[path]:
+                return tuning
+    raise NotImplementedError(f"no tuning of {k.spec} and {v.spec} fits shared memory")

@@ -191,3 +191,22 @@ def test_equal_layers_trace_once():
     # The traced kernel is printed once and shared by name.
     assert jaxpr.count("name=_paged_attention") == 3
     assert jaxpr.count("mpmd_map[") + jaxpr.count("core_map[") + jaxpr.count("pallas_call[") <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [("bf16", "bf16"), ("turbo4", "int8"), ("fp8", "turbo3")])
+def test_the_portable_path(pair):
+    problem = Problem(**sides(*pair), tokens=2, starts=(90, 3), new_tokens=(2, 1), window=40)
+    check(problem, Tuning(path="mma", rows=16))
+
+
+@pytest.mark.slow
+def test_keys_through_shared_memory_and_many_rows():
+    problem = Problem(**sides("turbo4"), tokens=9, group=4, starts=(70,), new_tokens=(9,))
+    check(problem, Tuning(rows=64, key_in_registers=False, stages=2))
+
+
+def test_a_tuning_that_does_not_fit_is_refused():
+    problem = Problem(**sides("bf16", head_dim=256))
+    with pytest.raises(ValueError, match="shared memory"):
+        run(problem, make(problem), Tuning(stages=6))

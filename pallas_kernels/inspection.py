@@ -93,6 +93,17 @@ class Case:
         ]
         return " ".join([sides, f"head_dim={self.head_dim}", *rest])
 
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes that 64 tokens of both sides occupy."""
+        from jaxkv.formats import FORMATS
+
+        elements = 64 * self.head_dim
+        return sum(
+            f.data_bytes(elements) + f.scale_bytes(elements, self.head_dim)
+            for f in (FORMATS[self.k], FORMATS[self.v])
+        )
+
 
 def can_compile() -> bool:
     """Whether the CUDA plugin and a disassembler are installed."""

@@ -21,8 +21,9 @@ from pallas_kernels._compat import store
 from pallas_kernels.write import tiles
 from pallas_kernels.write.tiles import Tile
 
-# One element of padding per group keeps the exchange free of bank conflicts.
-PADDED_GROUP = GROUP_SIZE + 1
+# Four elements of padding: stmatrix needs its rows on 16 bytes, and vectors of four stay free of
+# bank conflicts.
+PADDED_GROUP = GROUP_SIZE + 4
 
 
 def butterflies(x: jax.Array, axis: int) -> jax.Array:

@@ -14,6 +14,15 @@ from jaxkv.codecs import Audit, Pages
 from jaxkv.formats import FORMATS, GROUP_SIZE, SideSpec
 from pallas_kernels.paged_write import paged_write
 
+# Every format on one side or the other.
+COVER = (
+    ("bf16", "f16"),
+    ("fp8", "int8"),
+    ("turbo8", "nvfp4"),
+    ("turbo4", "turbo3"),
+    ("turbo2", "turbo4"),
+)
+
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -132,3 +141,75 @@ def group_scales(pages: Pages, spec: SideSpec) -> np.ndarray:
     """E4M3 bytes [blocks, heads, block_size, groups]."""
     words = np.swapaxes(np.asarray(pages.scales), -1, -2)
     return np.ascontiguousarray(words).view(np.uint8)
+
+
+def assert_audits_equal(got, expected) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def norm_before_rounding(x: np.ndarray, spec: SideSpec) -> np.ndarray:
+    """f32 scale of each group of a reference codebook, before it becomes E4M3."""
+    book = spec.codebook
+    groups = x.astype(np.float64).reshape(*x.shape[:-1], -1, 16)
+    step = np.abs(groups).max(-1, keepdims=True) / book.top
+    codes = sum((groups >= bound * step).astype(int) for bound in book.bounds)
+    levels = np.asarray(book.levels)[codes]
+    norm = np.sqrt((groups**2).sum(-1)) / np.sqrt((levels**2).sum(-1))
+    return np.asarray(norm, np.float32)
+
+
+def near_rounding_boundary(scale: np.ndarray) -> np.ndarray:
+    """Where a scale lies within 4 ulp of halfway between two E4M3 numbers."""
+    grid = np.arange(0x7F, dtype=np.uint8)
+    values = np.asarray(codecs.floats.from_e4m3(jnp.asarray(grid)), np.float64)
+    halfway = (values[1:] + values[:-1]) / 2
+    nearest = np.abs(scale[..., None] - halfway).min(-1)
+    return nearest <= 4 * np.spacing(scale)
+
+
+def assert_reference_codes(case: WriteCase, got) -> None:
+    """Codes exactly; scales too, except norms within 4 ulp of a rounding boundary."""
+    expected = case.expected()
+    sides = zip(got[:2], expected[:2], (case.k, case.v), (case.x_k, case.x_v))
+    for pages, truth, spec, x in sides:
+        if not spec.format.is_codebook:
+            assert_bytes_equal(pages, truth)
+            continue
+        for a, b in zip(pages.data, truth.data, strict=True):
+            np.testing.assert_array_equal(bytes_of(a), bytes_of(b))
+        differ = group_scales(pages, spec) != group_scales(truth, spec)
+        near = near_rounding_boundary(norm_before_rounding(np.asarray(x, np.float32), spec))
+        for token, slot in enumerate(np.asarray(case.slots)):
+            if slot >= 0:
+                block, offset = divmod(int(slot), pages.block_size)
+                differ[block, :, offset] &= ~near[token]
+        assert not differ.any()
+
+
+def group_errors(pages, spec: SideSpec, case: WriteCase, x, scale) -> np.ndarray:
+    """Relative squared error of every stored group, [tokens, heads, groups]; 0 where skipped."""
+    stored = np.asarray(codecs.decode_pages(pages, spec, scale))
+    target = np.asarray(codecs.rotate(x, spec))
+    errors = np.zeros((*x.shape[:2], spec.num_groups))
+    for token, slot in enumerate(np.asarray(case.slots)):
+        if slot >= 0:
+            block, offset = divmod(int(slot), pages.block_size)
+            difference = (stored[block, :, offset] - target[token]).reshape(x.shape[1], -1, 16)
+            energy = (target[token].reshape(difference.shape) ** 2).sum(-1)
+            errors[token] = (difference**2).sum(-1) / np.maximum(energy, 1e-30)
+    return errors
+
+
+def assert_groups_agree(case: WriteCase, got) -> None:
+    """At most 1e-3 of the groups differ from the codec's, none in error by more than 1e-5."""
+    expected = case.expected()
+    sides = (
+        (case.k, case.x_k, case.k_scale),
+        (case.v, case.x_v, case.v_scale),
+    )
+    for pages, truth, (spec, x, scale) in zip(got[:2], expected[:2], sides):
+        a = group_errors(pages, spec, case, x, scale)
+        b = group_errors(truth, spec, case, x, scale)
+        assert (a != b).mean() <= 1e-3
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)

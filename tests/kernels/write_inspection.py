@@ -36,6 +36,9 @@ class WriteCompileCase:
       num_blocks: blocks of the pool.
       layers: equal layers written in one program.
       steps: trips of a loop that carries the pages through the writes.
+      tokens: tokens of the step.
+      dtype: of keys and values.
+      rotation: as in `SideSpec`.
       rope: None, or the fused kernel with this rope style and both norms.
     """
 
@@ -47,6 +50,9 @@ class WriteCompileCase:
     num_blocks: int = 256
     layers: int = 1
     steps: int = 1
+    tokens: int = 16
+    dtype: str = "bfloat16"
+    rotation: str = "signs"
     rope: str | None = None
 
     @property
@@ -96,12 +102,14 @@ def _abstract(case: WriteCompileCase) -> tuple[Any, tuple[Any, ...]]:
     from pallas_kernels.paged_write import paged_write
     from pallas_kernels.qkv_write import paged_qkv_write
 
-    specs = [SideSpec(FORMATS[n], case.head_dim, case.encoding) for n in (case.k, case.v)]
-    tokens, block_size, num_q_heads, dim = 16, 16, 2 * case.heads, case.head_dim
+    specs = [
+        SideSpec(FORMATS[n], case.head_dim, case.encoding, case.rotation) for n in (case.k, case.v)
+    ]
+    tokens, block_size, num_q_heads, dim = case.tokens, 16, 2 * case.heads, case.head_dim
     pages = [pages_shapes(case.num_blocks, case.heads, block_size, s) for s in specs]
     common = dict(k_spec=specs[0], v_spec=specs[1])
 
-    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    def array(*shape: int, dtype: Any = case.dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     slots, scale = array(tokens, dtype=jnp.int32), array(dtype=jnp.float32)
@@ -192,6 +200,7 @@ def _facts(case: WriteCompileCase, arch: str, dump: pathlib.Path) -> dict[str, A
         "pool_bytes": sum(sizes),
         "alias_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
+        "source": ptx if case.steps == case.layers == 1 else "",
         "lowered_kernels": lowered.as_text().count("custom_call @mosaic_gpu"),
     }
 

@@ -287,7 +287,9 @@ def _prefill_chunk(
     is_last: np.ndarray,
 ) -> _State:
     """One chunk, int32[S, C] tokens of which int32[S] counts; rows bool[S] is_last end in it."""
-    if not hasattr(model, "hidden_by_layer") or state.cache.config.debug:
+    by_layer = hasattr(model, "hidden_by_layer") and isinstance(state.cache, PagedCache)
+    # In debug mode a fault names its layer where it happens.
+    if not by_layer or state.cache.config.debug:
         return _prefill_program(model, state, choice, tokens, counts, is_last)
     cache, plan = reserve(
         state.cache, jnp.where(state.is_live, counts, 0), max_new_tokens=tokens.shape[1]

@@ -10,6 +10,24 @@ import jaxkv
 from jaxkv.dispatch import Implementation
 from jaxkv.qkv import ROPE_STYLES, RopeScaling, RopeStyle, rms_norm, rope_angles, rotate_pairs
 
+# Cosines and sines f32[..., rotary_dim / 2] of each token's position.
+Rope = tuple[jax.Array, jax.Array]
+
+
+def linear(size_in: int, size_out: int, **options: Any) -> nnx.Linear:
+    """A projection without bias that a CPU runs and compiles fast for a single token too."""
+    return nnx.Linear(size_in, size_out, use_bias=False, dot_general=_dot_general, **options)
+
+
+def _dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
+    # For one row, XLA on a CPU compiles a kernel of its own for every dot of a program; for two it
+    # calls a library, and takes less time than for one.
+    if x.size > x.shape[-1] or jax.default_backend() != "cpu":
+        return jax.lax.dot_general(x, kernel, dimensions, **options)
+    rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+    y = jax.lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), **options)
+    return y[:1].reshape(*x.shape[:-1], -1)
+
 
 class PagedAttention(nnx.Module):
     """Grouped-query self-attention whose keys and values live in a `jaxkv` cache.
@@ -94,25 +112,24 @@ class PagedAttention(nnx.Module):
         self.soft_cap = soft_cap
         self.implementation = implementation
 
-        def linear(size_in: int, size_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                size_in, size_out, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-            )
-
-        self.q_proj = linear(features, num_q_heads * head_dim)
-        self.k_proj = linear(features, num_kv_heads * head_dim)
-        self.v_proj = linear(features, num_kv_heads * self.v_head_dim)
-        self.o_proj = linear(num_q_heads * self.v_head_dim, features)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.q_proj = linear(features, num_q_heads * head_dim, **options)
+        self.k_proj = linear(features, num_kv_heads * head_dim, **options)
+        self.v_proj = linear(features, num_kv_heads * self.v_head_dim, **options)
+        self.o_proj = linear(num_q_heads * self.v_head_dim, features, **options)
         self.q_norm = nnx.Param(jnp.ones(head_dim, param_dtype)) if qk_norm else None
         self.k_norm = nnx.Param(jnp.ones(head_dim, param_dtype)) if qk_norm else None
 
-    def __call__(self, x: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cache: Any, plan: Any, *, rope: Rope | None = None
+    ) -> tuple[jax.Array, Any]:
         """Writes this step's keys and values, then attends to all that is stored.
 
         Args:
           x: [S, T, features] for a padded plan, [N, features] for a packed one.
           cache: from `jaxkv.init`, after `jaxkv.reserve`.
           plan: the step's plan from `jaxkv.reserve`.
+          rope: `self.rope(plan.positions)`, for models that compute it once for all layers.
 
         Returns:
           (y, cache): y as x, 0 for padding and refused tokens before the output projection.
@@ -122,7 +139,7 @@ class PagedAttention(nnx.Module):
                 f"PagedAttention: x has tokens {x.shape[:-1]}, the plan has "
                 f"{tuple(plan.token_shape)}"
             )
-        q, k, v = self.project(x, plan.positions)
+        q, k, v = self.project(x, self.rope(plan.positions) if rope is None else rope)
         cache = jaxkv.write(cache, self.layer, k, v, plan, implementation=self.implementation)
         out = jaxkv.attend(
             cache,
@@ -137,12 +154,16 @@ class PagedAttention(nnx.Module):
         assert isinstance(out, jax.Array)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
-    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def rope(self, positions: jax.Array) -> Rope:
+        """Cosines and sines for positions int32[...]: f32[..., rotary_dim / 2] each."""
+        return rope_angles(positions, self.rotary_dim, self.rope_theta, self.rope_scaling)
+
+    def project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of x, normalised and rotated as the cache stores them.
 
         Args:
           x: [..., features].
-          positions: int32[...], tokens before each one in its sequence.
+          rope: `self.rope` of each token's position; unused where rope_style is "none".
 
         Returns:
           q [..., q_heads, head_dim], k [..., kv_heads, head_dim], v [..., kv_heads, v_head_dim].
@@ -154,23 +175,22 @@ class PagedAttention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm[...], self.norm_eps)
             k = rms_norm(k, self.k_norm[...], self.norm_eps)
-        if self.rope_style != "none":
-            cos, sin = rope_angles(positions, self.rotary_dim, self.rope_theta, self.rope_scaling)
-            q = rotate_pairs(q, cos, sin, self.rope_style)
-            k = rotate_pairs(k, cos, sin, self.rope_style)
+        q = rotate_pairs(q, *rope, self.rope_style)
+        k = rotate_pairs(k, *rope, self.rope_style)
         return q, k, v
 
-    def uncached(self, x: jax.Array) -> jax.Array:
+    def uncached(self, x: jax.Array, *, rope: Rope | None = None) -> jax.Array:
         """The same attention without a cache: full precision, all keys in memory at once.
 
         Args:
           x: [B, T, features], whole sequences from position 0.
+          rope: `self.rope(jnp.arange(T))`, for models that compute it once for all layers.
 
         Returns:
           As x.
         """
         batch, length, _ = x.shape
-        q, k, v = self.project(x, jnp.arange(length))
+        q, k, v = self.project(x, self.rope(jnp.arange(length)) if rope is None else rope)
         group = self.num_q_heads // self.num_kv_heads
         q = q.reshape(batch, length, self.num_kv_heads, group, self.head_dim).astype(jnp.float32)
         scores = self.scale * jnp.einsum("bthgd,bshd->bhgts", q, k.astype(jnp.float32))

@@ -14,6 +14,7 @@ from jaxkv.cache import LayerPages, PagedCache
 from jaxkv.config import CacheConfig
 from jaxkv.faults import Faults, record_kinds
 from jaxkv.flax import PagedAttention
+from jaxkv.flax.attention import Rope, linear
 from jaxkv.qkv import RopeScaling, RopeStyle, rms_norm
 from jaxkv.sequences import StepPlan
 
@@ -82,14 +83,10 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
-        def linear(size_in: int, size_out: int) -> nnx.Linear:
-            return nnx.Linear(
-                size_in, size_out, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-            )
-
-        self.gate = linear(config.features, config.mlp_features)
-        self.up = linear(config.features, config.mlp_features)
-        self.down = linear(config.mlp_features, config.features)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate = linear(config.features, config.mlp_features, **options)
+        self.up = linear(config.features, config.mlp_features, **options)
+        self.down = linear(config.mlp_features, config.features, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., features] -> the same shape."""
@@ -124,18 +121,24 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = nnx.Param(jnp.ones(config.features, param_dtype))
         self.mlp = GatedMLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cache: Any, plan: Any, *, rope: Rope | None = None
+    ) -> tuple[jax.Array, Any]:
         """x: [S, T, features] or [N, features] -> (the same shape, cache)."""
-        y, cache = self.attention(rms_norm(x, self.attention_norm[...], self.norm_eps), cache, plan)
+        y = rms_norm(x, self.attention_norm[...], self.norm_eps)
+        y, cache = self.attention(y, cache, plan, rope=rope)
         return self._add_mlp(x + y), cache
 
-    def uncached(self, x: jax.Array) -> jax.Array:
+    def uncached(self, x: jax.Array, *, rope: Rope | None = None) -> jax.Array:
         """x: [B, T, features] -> the same shape, in full precision."""
-        y = self.attention.uncached(rms_norm(x, self.attention_norm[...], self.norm_eps))
+        y = rms_norm(x, self.attention_norm[...], self.norm_eps)
+        y = self.attention.uncached(y, rope=rope)
         return self._add_mlp(x + y)
 
     def _add_mlp(self, x: jax.Array) -> jax.Array:
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.norm_eps))
+        x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.norm_eps))
+        # Keeps XLA's rewrites from wandering through all layers, a layer each round of passes.
+        return jax.lax.optimization_barrier(x)
 
 
 class Llama(nnx.Module):
@@ -204,8 +207,9 @@ class Llama(nnx.Module):
         if plan is None:
             raise ValueError("Llama: a cache needs the plan that jaxkv.reserve returned with it")
         x = self._embed(tokens)
+        rope = self.layers[0].attention.rope(plan.positions)
         for layer in self.layers:
-            x, cache = layer(x, cache, plan)
+            x, cache = layer(x, cache, plan, rope=rope)
         return rms_norm(x, self.norm[...], self.config.norm_eps), cache
 
     def hidden_by_layer(self, tokens: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
@@ -223,8 +227,9 @@ class Llama(nnx.Module):
     def uncached(self, tokens: jax.Array) -> jax.Array:
         """As `hidden`, over whole sequences int32[B, T] without a cache."""
         x = self._embed(tokens)
+        rope = self.layers[0].attention.rope(jnp.arange(tokens.shape[1]))
         for layer in self.layers:
-            x = layer.uncached(x)
+            x = layer.uncached(x, rope=rope)
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -256,9 +261,8 @@ def _apply_layer(
         layer_formats=(spec.format,),
         layer_dims=((spec.num_kv_heads, spec.head_dim, spec.v_head_dim),),
     )
-    faults = cache.faults
-    layer_cache = PagedCache(
-        layers=(cache.layers[index],),
+    rest = PagedCache(
+        layers=(),
         k_scales=cache.k_scales[index : index + 1],
         v_scales=cache.v_scales[index : index + 1],
         pool=dataclasses.replace(cache.pool, faults=Faults.create()),
@@ -266,14 +270,7 @@ def _apply_layer(
         config=config,
     )
     x, pages, faults = _layer_program(
-        graph,
-        weights,
-        x,
-        layer_cache.layers,
-        dataclasses.replace(layer_cache, layers=()),
-        plan,
-        faults,
-        jnp.int32(index),
+        graph, weights, x, (cache.layers[index],), rest, plan, cache.faults, jnp.int32(index)
     )
     layers = (*cache.layers[:index], pages, *cache.layers[index + 1 :])
     return x, dataclasses.replace(

@@ -13,11 +13,13 @@ import pytest
 from ptx_emulator import run_kernel
 from write_cases import (
     COVER,
+    FusedCase,
     WriteCase,
     assert_audits_equal,
     assert_groups_agree,
     assert_reference_codes,
     make_case,
+    make_fused_case,
     side,
 )
 from write_inspection import WriteCompileCase, can_compile, inspect
@@ -92,6 +94,68 @@ def emulate(case: WriteCase, source: str, order) -> tuple:
     words = [b for role, b in zip(roles, after) if role == "audit"]
     audits: list[Audit] = [unpack_audit(jnp.asarray(word)[:, :TOKENS]) for word in words]
     return new[0], new[1], tuple(audits)
+
+
+def emulate_fused(case: FusedCase, source: str, order) -> tuple:
+    """Runs one compiled fused write of bf16 rows with angles and both norms."""
+    tile = Tile(case.k.head_dim)
+    tokens = len(case.qkv)
+    padded = -(-tokens // tile.tokens) * tile.tokens
+
+    def pad(x, fill=0.0):
+        x = np.asarray(x)
+        return np.concatenate([x, np.full((padded - tokens, *x.shape[1:]), fill, x.dtype)])
+
+    angles = [pad(table) for table in case.angles]
+    if case.style == "interleaved":
+        rest = case.k.head_dim // 2 - angles[0].shape[1]
+        angles = [
+            np.pad(table, ((0, 0), (0, rest)), constant_values=value)
+            for table, value in zip(angles, (1.0, 0.0))
+        ]
+    q = np.zeros((padded, case.num_q_heads, case.k.head_dim), jnp.bfloat16)
+    weights = [np.asarray(weight) for weight in case.norms]
+    buffers = [("qkv", pad(case.qkv)), ("norm", weights[0])]
+    buffers += [("angle", table) for table in angles] + [("q", q), ("norm", weights[1])]
+    for spec, pages, first in ((case.k, case.k_pages, True), (case.v, case.v_pages, False)):
+        if spec.format.scale == "layer_f32":
+            buffers.append(("scale", np.asarray(case.scale).reshape(1)))
+        if first:
+            buffers.append(("slots", pad(case.slots, -1)))
+        buffers.append(("audit", np.full((case.heads, padded), -7, np.int32)))
+        buffers += [("page", np.asarray(leaf)) for leaf in jax.tree.leaves(pages)]
+    grid = (case.num_q_heads + 2 * case.heads, padded // tile.tokens, 1)
+    after = run_kernel(source, [buffer for _, buffer in buffers], grid, order)
+    named = [(role, jnp.asarray(b)) for (role, _), b in zip(buffers, after)]
+    pages = jax.tree.unflatten(
+        jax.tree.structure((case.k_pages, case.v_pages)), [b for role, b in named if role == "page"]
+    )
+    audits = tuple(unpack_audit(b[:, :tokens]) for role, b in named if role == "audit")
+    (q,) = (b for role, b in named if role == "q")
+    return q[:tokens], *pages, audits
+
+
+FUSED = [
+    WriteCompileCase("turbo4", "turbo3", rope="half", rotary_dim=64, heads=1, num_blocks=BLOCKS),
+    WriteCompileCase("turbo8", "fp8", rope="interleaved", heads=1, num_blocks=BLOCKS),
+    WriteCompileCase("int8", "nvfp4", 64, rope="half", heads=1, num_blocks=BLOCKS),
+]
+
+
+def test_compiled_fused_writes_are_the_separate_steps():
+    for compiled, facts in zip(FUSED, inspect(FUSED, "sm_90a")):
+        dim = compiled.head_dim
+        case = make_fused_case(
+            side(compiled.k, dim),
+            side(compiled.v, dim),
+            compiled.rope,
+            compiled.rotary_dim or dim,
+            norm=True,
+            tokens=compiled.tokens,
+            num_blocks=BLOCKS,
+        )
+        for order in ORDERS:
+            case.check(emulate_fused(case, facts["source"], order))
 
 
 def data_of(compiled: WriteCompileCase) -> WriteCase:

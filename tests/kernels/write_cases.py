@@ -12,7 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv import codecs
 from jaxkv.codecs import Audit, Pages
 from jaxkv.formats import FORMATS, GROUP_SIZE, SideSpec
+from jaxkv.qkv import rms_norm, rotate_pairs
 from pallas_kernels.paged_write import paged_write
+from pallas_kernels.qkv_write import paged_qkv_write
 
 # Every format on one side or the other.
 COVER = (
@@ -69,6 +71,114 @@ class WriteCase:
         offsets = jnp.where(skipped, 0, self.slots % pages.block_size)
         audit = jax.tree.map(lambda a: jnp.where(skipped[:, None], 0, a), audit)
         return codecs.scatter_rows(pages, rows, blocks, offsets), audit
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCase:
+    """One fused projection to split, normalise, rotate and write."""
+
+    k: SideSpec
+    v: SideSpec
+    qkv: jax.Array
+    num_q_heads: int
+    style: str
+    angles: tuple[jax.Array, jax.Array] | None
+    norms: tuple[jax.Array | None, jax.Array | None]
+    slots: jax.Array
+    k_pages: Pages
+    v_pages: Pages
+    scale: jax.Array
+
+    @property
+    def heads(self) -> int:
+        return self.k_pages.data[0].shape[1]
+
+    def run(self, interpret=RACES):
+        """(q, k pages, v pages, audits) of the kernel."""
+        return paged_qkv_write(
+            self.qkv,
+            self.k_pages,
+            self.v_pages,
+            self.slots,
+            num_q_heads=self.num_q_heads,
+            k_spec=self.k,
+            v_spec=self.v,
+            rope_style=self.style,
+            angles=self.angles,
+            q_norm=self.norms[0],
+            k_norm=self.norms[1],
+            k_scale=self.scale,
+            v_scale=self.scale,
+            interpret=interpret,
+        )
+
+    def expected(self):
+        """The same from XLA's norm and RoPE and the codec; q in f32."""
+        q_end = self.num_q_heads * self.k.head_dim
+        k_end = q_end + self.heads * self.k.head_dim
+        q = self._heads(self.qkv[:, :q_end], self.norms[0])
+        written = WriteCase(
+            self.k,
+            self.v,
+            self._heads(self.qkv[:, q_end:k_end], self.norms[1]),
+            self.qkv[:, k_end:].reshape(len(self.qkv), self.heads, -1),
+            self.slots,
+            self.k_pages,
+            self.v_pages,
+            *(self.scale if s.format.scale == "layer_f32" else None for s in (self.k, self.v)),
+        )
+        return q, *written.expected()
+
+    def _heads(self, rows: jax.Array, weight: jax.Array | None) -> jax.Array:
+        x = rows.reshape(len(rows), -1, self.k.head_dim).astype(jnp.float32)
+        if weight is not None:
+            x = rms_norm(x, weight, 1e-6)
+        return x if self.angles is None else rotate_pairs(x, *self.angles, self.style)
+
+    def check(self, got) -> None:
+        """q to bf16, nearly all bytes, and every count."""
+        q, *truth = self.expected()
+        np.testing.assert_allclose(
+            np.asarray(got[0], np.float32), np.asarray(q), rtol=2**-7, atol=2**-7
+        )
+        for a, b in zip(jax.tree.leaves(got[1:3]), jax.tree.leaves(truth[:2]), strict=True):
+            assert (bytes_of(a) != bytes_of(b)).mean() <= 1e-3
+        assert_audits_equal(got[3], truth[2])
+
+
+def make_fused_case(
+    k: SideSpec,
+    v: SideSpec,
+    style: str,
+    rotary_dim: int,
+    norm: bool,
+    *,
+    tokens: int = 11,
+    heads: int = 1,
+    num_q_heads: int = 2,
+    num_blocks: int = 4,
+) -> FusedCase:
+    rng = np.random.default_rng(5)
+    width = (num_q_heads + heads) * k.head_dim + heads * v.head_dim
+    turns = rng.uniform(-3, 3, (tokens, rotary_dim // 2))
+    angles = None
+    if style != "none":
+        angles = tuple(jnp.asarray(f(turns), jnp.float32) for f in (np.cos, np.sin))
+    weights = [jnp.asarray(rng.uniform(0.5, 2, k.head_dim), jnp.bfloat16) for _ in range(2)]
+    slots = rng.permutation(16 * num_blocks)[:tokens].astype(np.int32)
+    slots[2] = -1
+    return FusedCase(
+        k,
+        v,
+        jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16),
+        num_q_heads,
+        style,
+        angles,
+        tuple(weights) if norm else (None, None),
+        jnp.asarray(slots),
+        *(random_pages(rng, s, heads, 16, num_blocks) for s in (k, v)),
+        jnp.float32(0.02),
+    )
 
 
 def side(name: str, head_dim: int, encoding="searched", rotation="signs") -> SideSpec:

@@ -40,6 +40,7 @@ class WriteCompileCase:
       dtype: of keys and values.
       rotation: as in `SideSpec`.
       rope: None, or the fused kernel with this rope style and both norms.
+      rotary_dim: how many dims RoPE turns; None means all.
     """
 
     k: str
@@ -54,6 +55,7 @@ class WriteCompileCase:
     dtype: str = "bfloat16"
     rotation: str = "signs"
     rope: str | None = None
+    rotary_dim: int | None = None
 
     @property
     def name(self) -> str:
@@ -115,7 +117,7 @@ def _abstract(case: WriteCompileCase) -> tuple[Any, tuple[Any, ...]]:
     slots, scale = array(tokens, dtype=jnp.int32), array(dtype=jnp.float32)
     if case.rope:
         width = (num_q_heads + 2 * case.heads) * dim
-        angle = array(tokens, dim // 2, dtype=jnp.float32)
+        angle = array(tokens, (case.rotary_dim or dim) // 2, dtype=jnp.float32)
 
         def fused(pages, qkv, slots, scale, cos, sin, weight):
             return paged_qkv_write(

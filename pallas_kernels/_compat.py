@@ -40,6 +40,7 @@ __all__ = [
     "shared_pointer",
     "store",
     "vector",
+    "warpgroup_barrier",
 ]
 
 
@@ -56,9 +57,16 @@ def shared_pointer(ref: Any) -> Any:
     return _utils.memref_ptr(ref)
 
 
-def fragmented_array(registers: np.ndarray, layout: Any) -> Any:
+def warpgroup_barrier() -> None:
+    """Inside a lane program: waits for the four warps of the warpgroup."""
+    _utils.warpgroup_barrier()
+
+
+def fragmented_array(registers: np.ndarray, layout: Any, is_signed: bool | None = None) -> Any:
     """A register array from its registers, in a layout of `plgpu.Layout`."""
-    return _mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+    return _mgpu.FragmentedArray(
+        _registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed
+    )
 
 
 def compute_capability() -> tuple[int, int]:

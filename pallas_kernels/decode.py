@@ -20,11 +20,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import cp_async
 from pallas_kernels._compat import plgpu, store
 from pallas_kernels.dequantize import TILE, has_row_scale
 from pallas_kernels.products import LAYOUT as _LAYOUT
 from pallas_kernels.products import Mma, Products, Wgmma
-from pallas_kernels.sides import Side, copy_to_shared, swizzled
+from pallas_kernels.sides import Side, swizzled
 from pallas_kernels.tuning import Tuning
 
 _COLUMNS = _LAYOUT.reduce(0)
@@ -126,6 +127,10 @@ def attend_tiles(
     return call(*inputs)
 
 
+def _products(problem: Problem, interpret: bool) -> Products:
+    return (Wgmma if problem.tuning.path == "wgmma" else Mma)(interpret)
+
+
 def _scratch(problem: Problem, interpret: bool) -> dict[str, Any]:
     k, v, rows, stages = problem.k, problem.v, problem.tuning.rows, problem.tuning.stages
     k_dim, v_dim = k.spec.head_dim, v.spec.head_dim
@@ -137,7 +142,7 @@ def _scratch(problem: Problem, interpret: bool) -> dict[str, Any]:
         q_tile=matrix((rows, k_dim), k.dtype),
         k_ring=k.scratch(stages),
         v_ring=v.scratch(stages),
-        weights=matrix((rows, TILE), v.dtype),
+        weights=_products(problem, interpret).weights_scratch(rows, v.dtype),
     )
     if problem.has_tma:
         arrivals = k.copies_per_tile + v.copies_per_tile
@@ -173,8 +178,7 @@ class _Kernel:
         self.problem, self.interpret, self.scratch = problem, interpret, scratch
         self.k_source, self.v_source = arrays[:num_k], arrays[num_k:]
         self.k_ring, self.v_ring = scratch["k_ring"], scratch["v_ring"]
-        product = Wgmma if problem.tuning.path == "wgmma" else Mma
-        self.products: Products = product(interpret)
+        self.products = _products(problem, interpret)
         self.block, self.head = lax.axis_index("row_block"), lax.axis_index("head")
         self.split = lax.axis_index("split")
         self.q_ref, self.limits_ref, self.tiles_ref = q_ref, limits_ref, tiles_ref
@@ -190,7 +194,7 @@ class _Kernel:
         tiles = lax.div(self.high + (TILE - 1), jnp.int32(TILE)) - first
         count = jnp.clip(tiles, 0, problem.split_tiles)
         last = first + count
-        self._copy(self.q_ref.at[self.block, self.head], self.scratch["q_tile"], "q_barrier")
+        self._copy_query(self.q_ref.at[self.block, self.head])
         for slot in range(stages - 1):
             self._issue(first + slot, last, jnp.int32(slot))
         limits = None
@@ -247,14 +251,20 @@ class _Kernel:
         out = self.products.accumulate(out, v_tile, self.scratch["weights"])
         return running_max, new_max, sums, out
 
-    def _copy(self, source: Any, target: Any, barrier: str) -> None:
-        copy_to_shared(source, target, self.scratch.get(barrier))
+    def _copy_query(self, source: Any) -> None:
+        target = self.scratch["q_tile"]
+        if self.problem.has_tma:
+            plgpu.copy_gmem_to_smem(source, target, self.scratch["q_barrier"])
+            return
+        rows, columns = target.shape
+        cp_async.copy_rows(source, target, swizzled(columns, target.dtype), 0, rows, columns)
+        cp_async.commit_group()
 
     def _wait_query(self) -> None:
         if self.problem.has_tma:
             plgpu.barrier_wait(self.scratch["q_barrier"])
         else:
-            plgpu.wait_gmem_to_smem(0)
+            cp_async.wait_groups(self.problem.tuning.stages - 1)
 
     def _issue(self, tile: Any, last: Any, slot: Any) -> None:
         """Starts the copies of a tile of the sequence into a slot of both rings."""
@@ -262,6 +272,7 @@ class _Kernel:
             pl.when(tile < last)(functools.partial(self._copy_tile, tile, slot))
         else:  # cp.async is waited for by count, so that tiles past the end are copied too.
             self._copy_tile(jnp.clip(tile, 0, self.last_tile), slot)
+            cp_async.commit_group()
 
     def _copy_tile(self, tile: Any, slot: Any) -> None:
         k, v = self.problem.k, self.problem.v
@@ -277,13 +288,14 @@ class _Kernel:
         if self.problem.has_tma:
             plgpu.barrier_wait(self.scratch["barrier"].at[slot])
         else:
-            copies = self.problem.k.copies_per_tile + self.problem.v.copies_per_tile
-            plgpu.wait_gmem_to_smem((self.problem.tuning.stages - 2) * copies)
+            cp_async.wait_groups(self.problem.tuning.stages - 2)
 
     def _commit(self) -> None:
         """Makes stores to shared memory visible to other warps, and to TMA and wgmma."""
         if self.problem.has_tma:
             plgpu.commit_smem()
+        else:
+            cp_async.barrier()
 
     def _scores(self, slot: Any) -> jax.Array:
         """Raw scores^T [64, rows] of a tile."""
@@ -341,7 +353,7 @@ class _Kernel:
         if has_row_scale(side.spec):
             scale = side.row_scales(self.v_ring, slot, keep, self.interpret)
             weights *= lax.broadcast_in_dim(scale, weights.shape, (0,))
-        self.scratch["weights"].T[...] = weights.astype(side.dtype)
+        self.products.store_weights(self.scratch["weights"], weights.astype(side.dtype))
 
     def _value_tile(self, slot: Any, keep: tuple[Any | None, Any]) -> Any:
         """The tile's values [64, D] in shared memory, rows that nobody sees zeroed.

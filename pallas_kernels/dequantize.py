@@ -267,7 +267,7 @@ class _LaneProgram:
     def _levels(self, select: Word, high: Word | None) -> list[Word]:
         """The levels of four codes, as two registers of f16."""
         lanes, values = self.lanes, levels(self.spec)
-        if _fit_e4m3(values):
+        if lanes.has_e4m3 and _fit_e4m3(values):
             table = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
             return list(lanes.e4m3_to_f16(self._table(table, select, high)))
         halves = values.astype(np.float16).view(np.uint16)

@@ -20,7 +20,13 @@ Buffer = Any
 
 
 class Lanes(Protocol):
-    """Instructions of one lane. Rows and columns follow the wgmma register layout."""
+    """Instructions of one lane. Rows and columns follow the wgmma register layout.
+
+    Attributes:
+      has_e4m3: whether the target converts E4M3 in hardware (sm_89 and later).
+    """
+
+    has_e4m3: bool
 
     def quad(self) -> Word:
         """Position among the four lanes that share a row, 0 to 3."""
@@ -89,10 +95,15 @@ class MlirLanes(Lanes):
         """
         self._zero = opaque_zero
         self._i32 = ir.IntegerType.get_signless(32)
-        self._has_e4m3 = has_e4m3
+        self.has_e4m3 = has_e4m3
         thread = arith.index_cast(self._i32, gpu_dialect.thread_id(gpu_dialect.Dimension.x))
+        self._thread = self.bit_and(thread, self.const(127))
         self._lane = self.bit_and(thread, self.const(31))
         self._warp = self.bit_and(self.shift_right(thread, 5), self.const(3))
+
+    def thread(self) -> Word:
+        """Position in the warpgroup, 0 to 127."""
+        return self._thread
 
     @override
     def quad(self) -> Word:
@@ -154,7 +165,7 @@ class MlirLanes(Lanes):
 
     @override
     def e4m3_to_f16(self, word: Word) -> tuple[Word, Word]:
-        if not self._has_e4m3:
+        if not self.has_e4m3:
             return emulated_e4m3_to_f16(self, word)
         pair = llvm.StructType.get_literal([self._i32, self._i32])
         both = llvm.inline_asm(

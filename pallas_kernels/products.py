@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels._compat import plgpu
+from pallas_kernels.dequantize import TILE
+from pallas_kernels.sides import swizzled
 
 # The accumulators of both instructions have this layout.
 LAYOUT = plgpu.Layout.WGMMA
@@ -19,6 +21,12 @@ class Products(Protocol):
 
     def key_layout(self, dtype: Any) -> Any:
         """The register layout in which decoded keys [64, D] are multiplied."""
+
+    def weights_scratch(self, rows: int, dtype: Any) -> Any:
+        """Shared memory for the weights of a tile."""
+
+    def store_weights(self, target: Any, weights: jax.Array) -> None:
+        """Stores weights^T [64, rows], already of the target's dtype."""
 
     def query(self, q_tile: Any) -> Any:
         """The query operand, from its tile [rows, D] in shared memory."""
@@ -41,6 +49,14 @@ class Wgmma:
         """Keys lie as accumulators do."""
         del dtype
         return LAYOUT
+
+    def weights_scratch(self, rows: int, dtype: Any) -> Any:
+        """[rows, 64], swizzled as wgmma reads its right operand."""
+        return plgpu.SMEM((rows, TILE), dtype, transforms=swizzled(TILE, dtype))
+
+    def store_weights(self, target: Any, weights: jax.Array) -> None:
+        """See `Products`."""
+        target.T[...] = weights
 
     def query(self, q_tile: Any) -> Any:
         """A transposed view: wgmma reads it from shared memory."""
@@ -79,6 +95,14 @@ class Mma:
         """The left operand's fragments."""
         return plgpu.Layout.MMA_LHS(dtype)
 
+    def weights_scratch(self, rows: int, dtype: Any) -> Any:
+        """[64, rows]: before Hopper there is no transposing store."""
+        return plgpu.SMEM((TILE, rows), dtype)
+
+    def store_weights(self, target: Any, weights: jax.Array) -> None:
+        """See `Products`."""
+        target[...] = weights
+
     def query(self, q_tile: Any) -> Any:
         """Loaded once, as the right operand's fragments."""
         return self._load(q_tile.T, q_tile.dtype, plgpu.Layout.MMA_RHS)
@@ -93,7 +117,8 @@ class Mma:
     def accumulate(self, out: jax.Array, v_tile: Any, weights: Any) -> jax.Array:
         """See `Products`."""
         values = self._load(v_tile.T, weights.dtype, plgpu.Layout.MMA_LHS)
-        return self._multiply(out, values, self.query(weights))
+        right = self._load(weights, weights.dtype, plgpu.Layout.MMA_RHS)
+        return self._multiply(out, values, right)
 
     def _load(self, ref: Any, dtype: Any, layout: Any) -> jax.Array:
         if self._interpret:

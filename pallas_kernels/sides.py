@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from jaxkv.codecs import Pages
 from jaxkv.formats import SideSpec
-from pallas_kernels import dequantize, twin
+from pallas_kernels import cp_async, dequantize, twin
 from pallas_kernels._compat import arith, compute_capability, fragmented_array, ir, plgpu, vector
 from pallas_kernels.dequantize import TILE, ScaleTile
 from pallas_kernels.lanes import MlirLanes
@@ -34,15 +34,6 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     if columns % tile:
         return ()
     return (plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(128))
-
-
-def copy_to_shared(source: Any, target: Any, barrier: Any) -> None:
-    """Starts a copy that arrives at a barrier, or, without one, a counted cp.async."""
-    if barrier is None:
-        promise = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-        plgpu.copy_gmem_to_smem(source, target, oob_mode=promise)
-    else:
-        plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,14 +211,23 @@ class Side:
                 page = source.at[block, head]
                 if self.block_size > TILE:
                     page = source.at[block, head, pl.ds(first, lines)]
-                place = target.at[slot, pl.ds(p * lines, lines)]
-                copy_to_shared(page, place, barrier)
+                if barrier is None:
+                    columns = plane.tile_shape[1]
+                    tile = target.at[slot]
+                    cp_async.copy_rows(page, tile, plane.transforms, p * lines, lines, columns)
+                else:
+                    place = target.at[slot, pl.ds(p * lines, lines)]
+                    plgpu.copy_gmem_to_smem(page, place, barrier)
             if self.scale_rows:
                 page = sources[-1].at[block, head]
                 if self.block_size > TILE:
                     page = sources[-1].at[block, head, :, pl.ds(offset, TILE)]
-                place = ring[-1].at[slot, p, pl.ds(0, self.scale_rows)]
-                copy_to_shared(page, place, barrier)
+                place = ring[-1].at[slot, p]
+                if barrier is None:
+                    cp_async.copy_rows(page, place, (), 0, self.scale_rows, self.page_tokens)
+                else:
+                    place = ring[-1].at[slot, p, pl.ds(0, self.scale_rows)]
+                    plgpu.copy_gmem_to_smem(page, place, barrier)
 
     def decode(
         self,

@@ -1,0 +1,21 @@
+"""The examples run as they stand."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decode_in_jit.py", "free blocks 61 of 64"),
+        ("generate_text.py", "Name one planet."),
+    ],
+)
+def test_example_runs(name, expected, capsys):
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert expected in capsys.readouterr().out

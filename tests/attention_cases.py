@@ -44,27 +44,32 @@ class Side:
 
 
 @functools.cache
-def make_plan(step: str, total_tokens: int | None = None, max_new_tokens: int = 24) -> StepPlan:
-    """A step over shuffled blocks."""
+def make_plan(step: str, *, packed: bool = False) -> StepPlan:
+    """A step of `STEPS` over shuffled blocks: one token a sequence for "decode", else up to 24."""
     starts, counts = STEPS[step]
+    shape = {"total_tokens": 72} if packed else {"max_new_tokens": 1 if step == "decode" else 24}
+    return plan_of(starts, counts, **shape)
+
+
+def plan_of(starts, counts, *, max_new_tokens=None, total_tokens=None) -> StepPlan:
+    """The plan that appends `counts` to sequences that hold `starts` tokens already."""
     order = np.random.default_rng(1).permutation(NUM_BLOCKS).astype(np.int32)
     pool = dataclasses.replace(BlockPool.create(NUM_BLOCKS), free_blocks=jnp.asarray(order))
     seqs = Sequences.create(len(starts), COLUMNS)
-    pool, seqs, _ = _reserve(pool, seqs, starts, 64, None)
-    if step == "decode":
-        max_new_tokens = 1
-    return _reserve(pool, seqs, counts, max_new_tokens, total_tokens)[2]
+    pool, seqs, _ = _reserve(pool, seqs, np.array(starts, np.int32), 64, None)
+    return _reserve(pool, seqs, np.array(counts, np.int32), max_new_tokens, total_tokens)[2]
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _reserve(pool, seqs, counts, max_new_tokens, total_tokens):
-    return jax.jit(
-        functools.partial(
-            sequences.reserve,
-            block_size=BLOCK_SIZE,
-            max_new_tokens=max_new_tokens,
-            total_tokens=total_tokens,
-        )
-    )(pool, seqs, jnp.asarray(counts, jnp.int32))
+    return sequences.reserve(
+        pool,
+        seqs,
+        counts,
+        block_size=BLOCK_SIZE,
+        max_new_tokens=max_new_tokens,
+        total_tokens=total_tokens,
+    )
 
 
 def live_slots(plan: StepPlan) -> np.ndarray:
@@ -77,19 +82,29 @@ def live_slots(plan: StepPlan) -> np.ndarray:
 
 
 def make_side(
-    plan: StepPlan, spec: SideSpec, heads: int, seed: int, scale=None, values=None
+    plan: StepPlan, spec: SideSpec, heads: int, *, seed=0, scale=None, values=None, unused=np.nan
 ) -> Side:
-    """Pages with NaN everywhere but in the plan's tokens, which hold `values` or noise."""
-    slots = live_slots(plan)
+    """Pages that hold `values` or noise in the plan's tokens and `unused` everywhere else."""
+    shape = (NUM_BLOCKS * BLOCK_SIZE, heads, spec.head_dim)
     if values is None:
-        shape = (NUM_BLOCKS * BLOCK_SIZE, heads, spec.head_dim)
         values = np.random.default_rng(seed).standard_normal(shape, np.float32)
     layer_scale = None
     if spec.format.scale == "layer_f32":
         layer_scale = jnp.float32(1 if scale is None else scale)
-    poisoned = jnp.full(values.shape, jnp.nan).at[slots].set(values[slots])
-    pages = _store(poisoned, spec, layer_scale)
-    return Side(spec, pages, layer_scale)
+    rows = np.full(shape, unused, np.float32)
+    slots = live_slots(plan)
+    rows[slots] = values[slots]
+    return Side(spec, _store(rows, spec, layer_scale), layer_scale)
+
+
+def place(plan: StepPlan, row: int, values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a pool that hold values [tokens, dim] in a sequence's slots, in all heads."""
+    position = np.arange(len(values))
+    table = np.asarray(plan.block_tables)[row]
+    slots = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    rows = np.zeros((NUM_BLOCKS * BLOCK_SIZE, heads, values.shape[-1]), np.float32)
+    rows[slots] = values[:, None]
+    return rows
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -100,11 +115,13 @@ def _store(rows, spec, layer_scale):
     return scatter_rows(pages, encoded, slot // BLOCK_SIZE, slot % BLOCK_SIZE)
 
 
-def sides(plan: StepPlan, format_name: str, heads: int, head_dim: int, v_head_dim: int, **spec):
+def sides(
+    plan: StepPlan, format_name: str, heads: int, head_dim: int, v_head_dim: int, **spec
+) -> tuple[Side, Side]:
     """Both sides of a layer in a format, fp8 scales differing."""
     both = Format.parse(format_name)
-    k = make_side(plan, SideSpec(both.k, head_dim, **spec), heads, 11, K_SCALE)
-    v = make_side(plan, SideSpec(both.v, v_head_dim, **spec), heads, 12, V_SCALE)
+    k = make_side(plan, SideSpec(both.k, head_dim, **spec), heads, seed=11, scale=K_SCALE)
+    v = make_side(plan, SideSpec(both.v, v_head_dim, **spec), heads, seed=12, scale=V_SCALE)
     return k, v
 
 
@@ -113,7 +130,7 @@ def queries(plan: StepPlan, q_heads: int, head_dim: int, dtype=np.float32) -> ja
     shape = (*plan.token_shape, q_heads, head_dim)
     q = np.random.default_rng(5).standard_normal(shape, np.float32)
     q[np.asarray(plan.slots) < 0] = np.nan
-    return jnp.asarray(q).astype(dtype)
+    return jnp.asarray(q.astype(dtype))
 
 
 def attend(q, k: Side, v: Side, plan: StepPlan, **options):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import numpy as np
 
 from jaxkv.codecs import Pages, decode_pages, unrotate
@@ -11,7 +14,12 @@ from jaxkv.sequences import StepPlan
 
 def stored_rows(pages: Pages, spec: SideSpec, layer_scale=None) -> np.ndarray:
     """What the pages hold, rotation undone: [blocks, heads, block_size, head_dim]."""
-    return np.asarray(unrotate(decode_pages(pages, spec, layer_scale), spec), np.float64)
+    return np.asarray(_decode(pages, layer_scale, spec), np.float64)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _decode(pages, layer_scale, spec):
+    return unrotate(decode_pages(pages, spec, layer_scale), spec)
 
 
 def attend(

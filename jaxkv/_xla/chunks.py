@@ -278,9 +278,9 @@ def split_bf16(x: jax.Array, parts: int) -> jax.Array:
     """
     terms, rest = [], x
     for _ in range(parts):
-        # Rounds half up in integers. A NaN keeps its top bit, or leaves NaN in the rest.
+        # Rounds half up in integers, past which no NaN would be safe.
         bits = (_bits(rest, jnp.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
-        term = _bits(bits, jnp.float32)
+        term = jnp.where(jnp.isnan(rest), rest, _bits(bits, jnp.float32))
         terms.append(_top_half(term))
         rest = rest - term
     return terms[0] if parts == 1 else jnp.concatenate(terms, -2)

@@ -1,0 +1,108 @@
+"""What compiled steps do to the pools: nothing but updates in place."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv.formats import FORMATS
+
+LAYERS, TOKENS = 2, 3
+# No other array has so many rows.
+NUM_BLOCKS = 1237
+
+
+def make_cache(name):
+    return jaxkv.init(
+        jaxkv.CacheConfig(
+            num_layers=LAYERS,
+            num_kv_heads=2,
+            head_dim=64,
+            block_size=8,
+            num_blocks=NUM_BLOCKS,
+            max_sequences=2,
+            max_blocks_per_sequence=4,
+            format=name,
+        )
+    )
+
+
+def step(cache, x):
+    """Writes and attends in every layer, as a model does: x [2, T, 6, 64]."""
+    cache, plan = jaxkv.reserve(cache, jnp.array([1, 1]), max_new_tokens=x.shape[1])
+    for layer in range(LAYERS):
+        cache = jaxkv.write(cache, layer, x[:, :, :2], x[:, :, 2:4], plan)
+        x = jaxkv.attend(cache, layer, x, plan)
+    return cache, x
+
+
+def in_jit(cache, x):
+    return step(cache, x)
+
+
+def in_while_loop(cache, x):
+    def body(carry):
+        i, cache, x = carry
+        return (i + 1, *step(cache, x))
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 4, body, (0, cache, x))
+
+
+def in_scan(cache, x):
+    return jax.lax.scan(lambda carry, _: (step(*carry), None), (cache, x), length=4)
+
+
+PROGRAMS = {"jit": in_jit, "while_loop": in_while_loop, "scan": in_scan}
+
+
+@functools.cache
+def compiled(name, program, tokens):
+    cache = make_cache(name)
+    x = jnp.zeros((2, tokens, 6, 64))
+    return jax.jit(PROGRAMS[program], donate_argnums=0).lower(cache, x).compile(), cache
+
+
+def copies_of_pools(text):
+    """Instructions that make a pool-sized array other than by an update in place."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?\S+ = (\S+\[[\d,]*\])\S* ([a-z][a-z-]*)\(", line)
+        if not match or not match[1].split("[")[1].startswith(f"{NUM_BLOCKS},"):
+            continue
+        if match[2] in ("copy", "copy-start", "select", "broadcast", "transpose", "concatenate"):
+            found.append(line.strip())
+    return found
+
+
+def check(name, program, tokens):
+    executable, cache = compiled(name, program, tokens)
+    text = executable.as_text()
+    assert f"[{NUM_BLOCKS},2,8," in text
+    assert copies_of_pools(text) == []
+    memory = executable.memory_analysis()
+    smallest_pool = min(leaf.nbytes for leaf in jax.tree.leaves(cache.layers[0].k.data))
+    assert memory.temp_size_in_bytes < smallest_pool
+    assert memory.alias_size_in_bytes >= cache.nbytes
+
+
+@pytest.mark.parametrize("name, program", [("bf16", "while_loop"), ("turbo3", "jit")])
+def test_no_step_copies_a_pool(name, program):
+    check(name, program, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", [*FORMATS, "fp8k_turbo4v"])
+def test_no_step_copies_a_pool_in_any_format_and_loop(name, program):
+    check(name, program, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "turbo4"])
+def test_no_step_of_several_tokens_copies_a_pool(name):
+    check(name, "while_loop", TOKENS)

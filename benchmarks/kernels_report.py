@@ -19,6 +19,7 @@ CASES = [
     *(Case(f, f, head_dim) for head_dim in (128, 64, 256) for f in FORMATS),
     *(Case(f, f, encoding="reference") for f in ("turbo4", "turbo3", "turbo2")),
     *(Case(pair.k.name, pair.v.name) for pair in map(Format.parse, PAIR_NAMES)),
+    *(Case(f, f, tokens=64) for f in FORMATS),
 ]
 HEADER = (
     f"{'attention kernel (sm_90a, never run)':<44}{'regs':>5}{'spill':>6}{'shared':>8}{'CTAs':>5}"

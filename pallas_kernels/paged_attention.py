@@ -12,13 +12,14 @@ import numpy as np
 
 from jaxkv.codecs import Pages
 from jaxkv.formats import SideSpec
-from pallas_kernels import decode
 from pallas_kernels._compat import compute_capability
 from pallas_kernels.dequantize import unit
+from pallas_kernels.launch import attend_tiles
 from pallas_kernels.merge import merge_parts
 from pallas_kernels.register_order import columns_of_dims, dims_of_columns
 from pallas_kernels.row_blocks import RowBlocks
 from pallas_kernels.sides import Side
+from pallas_kernels.stream import LOG2_E, Problem
 from pallas_kernels.tuning import Path, Tuning, check_tuning, default_tuning, splits_of
 
 HEAD_DIMS = (64, 128, 256)
@@ -175,11 +176,11 @@ def _paged_attention(
     sign, magnitude = np.sign(call.scale), abs(call.scale) or 1.0
     factor = magnitude * unit(call.k.spec) * k_scale.astype(jnp.float32)
     if call.soft_cap is None:
-        factor *= decode.LOG2_E
+        factor *= LOG2_E
     q_tiles = blocks.split_queries(q)[..., dims_of_columns(call.k.spec)]
     if sign != 1:
         q_tiles *= sign
-    parts = decode.attend_tiles(
+    parts = attend_tiles(
         problem,
         q_tiles.astype(call.k.dtype),
         call.k.global_arrays(k_pages),
@@ -208,7 +209,7 @@ def _plan(
     table_columns: int,
     new_tokens: jax.Array,
     offsets: jax.Array | None,
-) -> tuple[RowBlocks, decode.Problem]:
+) -> tuple[RowBlocks, Problem]:
     """Row blocks and the static problem of a call."""
     group = q.shape[-2] // num_kv_heads
     num = len(new_tokens)
@@ -225,7 +226,7 @@ def _plan(
     )
     is_whole = offsets is None and tokens * group <= tuning.rows
     used = tokens * group if is_whole else tuning.rows
-    problem = decode.Problem(
+    problem = Problem(
         call.k,
         call.v,
         tuning,

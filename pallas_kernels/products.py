@@ -68,11 +68,18 @@ class Wgmma:
 
     def accumulate(self, out: jax.Array, v_tile: Any, weights: Any) -> jax.Array:
         """See `Products`."""
+        return self._accumulate(out, v_tile.T, weights.T)
+
+    def accumulate_rows(self, out: jax.Array, weights: Any, v_tile: Any) -> jax.Array:
+        """Out f32 [rows, D] + weights [rows, 64] v_tile [64, D], both in shared memory."""
+        return self._accumulate(out, weights, v_tile)
+
+    def _accumulate(self, out: jax.Array, a: Any, b: Any) -> jax.Array:
         if self._interpret:
-            return out + self._multiply(v_tile.T, weights.T)
+            return out + self._multiply(a, b)
 
         def run(accumulator: Any) -> None:
-            plgpu.wgmma(accumulator, v_tile.T, weights.T)
+            plgpu.wgmma(accumulator, a, b)
 
         return plgpu.layout_cast(pl.run_state(run)(plgpu.ACC.init(out)), LAYOUT)
 

@@ -12,12 +12,17 @@ from pallas_kernels.sides import Side
 
 Path = Literal["wgmma", "mma"]
 
-ROWS = (8, 16, 32, 64, 128)
+ROWS = (8, 16, 32, 64)
 # Shared memory that one CTA may use, less what the compiler reserves: Hopper, and the A100.
 _SHARED_BYTES = {"wgmma": 227 * 1024 - 1024, "mma": 163 * 1024 - 1024}
-# By the larger head_dim: the most query rows whose accumulators leave registers for decoding.
-_MOST_ROWS = {64: 64, 128: 64, 256: 32}
+# By path and the larger head_dim: the most query rows whose accumulators leave registers for
+# decoding. 64 rows on Hopper take the prefill kernel.
+_MOST_ROWS = {
+    "wgmma": {64: 64, 128: 64, 256: 64},
+    "mma": {64: 64, 128: 32, 256: 16},
+}
 _STAGES = (3, 2)
+PREFILL_ROWS = 64
 # Decoded keys of that many rows and fewer fit beside the accumulators.
 _KEYS_IN_REGISTERS_ROWS = 16
 # CTAs that fill a large GPU twice over; what a batch of one is split for.
@@ -95,7 +100,7 @@ def shared_bytes(k: Side, v: Side, tuning: Tuning) -> int:
     itemsize = 2
     total = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
     total += tuning.rows * itemsize * (k.spec.head_dim + _TILE)
-    if tuning.path == "wgmma":
+    if tuning.path == "wgmma" and tuning.rows < PREFILL_ROWS:
         total += tuning.rows * v.spec.head_dim * 4
     tiles = [v] * v.is_decoded + [k] * (k.is_decoded and not tuning.key_in_registers)
     return total + sum(_TILE * side.spec.head_dim * itemsize for side in tiles)
@@ -110,11 +115,12 @@ def check_tuning(k: Side, v: Side, tuning: Tuning) -> None:
 
 def default_tuning(k: Side, v: Side, query_rows: int, path: Path) -> Tuning:
     """The tuning of these sides and this many query rows of one sequence and KV head."""
-    most = _MOST_ROWS[max(k.spec.head_dim, v.spec.head_dim)]
+    most = _MOST_ROWS[path][max(k.spec.head_dim, v.spec.head_dim)]
     fewest = 16 if path == "mma" else 8  # cp.async spreads four 8-row tiles over the warps.
     wanted = next((rows for rows in ROWS if max(query_rows, fewest) <= rows <= most), most)
     for rows in (r for r in reversed(ROWS) if r <= wanted):
-        for stages in _STAGES:
+        # A prefill tile is worked on for long: two hide the copies, and leave room for a CTA more.
+        for stages in _STAGES[1:] if rows == PREFILL_ROWS else _STAGES:
             tuning = Tuning(path, rows, stages, None, rows <= _KEYS_IN_REGISTERS_ROWS)
             if shared_bytes(k, v, tuning) <= _SHARED_BYTES[path]:
                 return tuning

@@ -26,7 +26,8 @@ VARIANTS = [
     Case("turbo4", "turbo4", block_size=128, window=1024, soft_cap=30.0),
     Case("bf16", "bf16", num_blocks=2**17),
     Case("fp8", "turbo4", tokens=8),
-    Case("bf16", "bf16", tokens=64),
+    *(Case(f, f, tokens=64) for f in FORMATS),
+    Case("bf16", "bf16", head_dim=256, tokens=64),
     Case("bf16", "bf16", path="mma"),
 ]
 CASES = SYMMETRIC + PAIRS + VARIANTS

@@ -109,7 +109,9 @@ def test_empty_sequences_and_padding_tokens_are_zero():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [("bf16", "bf16"), ("turbo4", "turbo3")])
+@pytest.mark.parametrize(
+    "pair", [("bf16", "bf16"), ("turbo4", "turbo3"), ("int8", "fp8"), ("turbo8", "nvfp4")]
+)
 def test_a_long_chunk(pair):
     problem = Problem(**sides(*pair), tokens=40, starts=(50, 3), new_tokens=(40, 17), window=64)
     check(problem)

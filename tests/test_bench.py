@@ -25,6 +25,7 @@ def test_dense_attention_is_attention():
     )
 
 
+@pytest.mark.slow
 def test_the_filled_cache_holds_the_context():
     cache, plan = bench.filled(SHAPE.config("int8"), 40)
     assert cache.lengths.tolist() == [40, 40] and plan.starts.tolist() == [39, 39]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import fast_only
 
 import jaxkv
 from jaxkv import codecs
@@ -15,6 +16,8 @@ from jaxkv.formats import FORMATS
 
 FORMAT_NAMES = tuple(FORMATS)
 PAIRS = ("fp8k_turbo4v", "turbo3k_turbo8v", "int8k_nvfp4v")
+ALL = fast_only([*FORMAT_NAMES, *PAIRS], ["bf16", "fp8k_turbo4v"])
+SYMMETRIC = fast_only(FORMAT_NAMES, ["int8"])
 S, T = 3, 4
 
 
@@ -68,7 +71,7 @@ def stored_rows(cache, layer, slot):
     return out
 
 
-@pytest.mark.parametrize("name", [*FORMAT_NAMES, *PAIRS])
+@pytest.mark.parametrize("name", ALL)
 def test_write_stores_what_the_codec_says(name):
     config = make(format=name, v_head_dim=32, num_layers=1)
     cache = jaxkv.init(config, k_scales=0.5, v_scales=0.25)
@@ -89,6 +92,7 @@ def test_write_stores_what_the_codec_says(name):
             chex.assert_trees_all_equal(got, want)
 
 
+@pytest.mark.slow
 def test_packed_and_padded_writes_are_byte_equal():
     config = make(format="turbo4k_turbo3v")
     padded, _, k, v = append_random(jaxkv.init(config), [2, 0, 3])
@@ -103,7 +107,7 @@ def test_packed_and_padded_writes_are_byte_equal():
     assert jaxkv.report(cache) == "no faults"
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "turbo8", "turbo3"])
+@pytest.mark.parametrize("name", fast_only(["bf16", "int8", "turbo8", "turbo3"], ["int8"]))
 def test_copy_on_write_carries_codes_and_scales(name):
     config = make(format=name)
     cache, _, _, _ = append_random(jaxkv.init(config), [4, 0, 0])
@@ -122,6 +126,7 @@ def test_copy_on_write_carries_codes_and_scales(name):
         assert not np.array_equal(own[0][:2], own[1][:2])
 
 
+@pytest.mark.slow
 def test_more_copies_than_one_trip_of_the_loop():
     config = make(max_sequences=11, num_blocks=40, format="int8")
     cache = jaxkv.init(config)
@@ -148,7 +153,7 @@ def test_refused_sequences_leave_every_byte_alone():
     assert int(cache.faults.exhausted) == 2 and int(cache.faults.past_capacity) == 1
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", SYMMETRIC)
 def test_only_the_written_slots_change(name):
     cache = jaxkv.init(make(format=name, num_layers=1))
     poison = jax.tree.map(lambda a: jnp.full_like(a, 0x55), cache.layers)
@@ -183,7 +188,7 @@ def test_bad_scales(scales, message):
         jaxkv.init(make(), k_scales=scales)
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("name", SYMMETRIC)
 def test_non_finite_tokens_are_counted_with_their_place(name):
     cache = jaxkv.init(make(format=name))
     shape = (2, S, T, 2, 64)
@@ -270,7 +275,7 @@ def test_close_goes_on_past_an_error_and_raises_it():
     assert all(leaf.is_deleted() for leaf in last)
 
 
-@pytest.mark.parametrize("name", [*FORMAT_NAMES, *PAIRS])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_export_and_import_are_inverse(name, head_dim):
     config = make(format=name, head_dim=head_dim, num_layers=1)
@@ -340,6 +345,7 @@ def test_naming_an_implementation_that_cannot_serve_says_why():
         jaxkv.attend(cache, 0, x, plan, implementation="triton")
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_lengths_ids_and_scales():
     @chex.assert_max_traces(n=1)
     def step(cache, k, v, n):

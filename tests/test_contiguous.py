@@ -65,6 +65,7 @@ def test_grow_keeps_everything_and_at_least_doubles(name):
     chex.assert_trees_all_equal(got.lengths, want.lengths)
 
 
+@pytest.mark.slow
 def test_overflow_is_refused_and_counted_and_grow_helps():
     cache = make()
     for _ in range(6):

@@ -76,6 +76,7 @@ def step(cache, x, new_tokens, tokens, packed=False):
     return cache, outputs, plan
 
 
+@pytest.mark.slow
 def test_skipped_rows_are_zero_with_lse_minus_infinity_even_when_fed_nan():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 2, 32)), jnp.float32)
     x = x.at[0, 2:].set(jnp.nan).at[1].set(jnp.nan).at[2].set(jnp.nan)
@@ -89,6 +90,7 @@ def test_skipped_rows_are_zero_with_lse_minus_infinity_even_when_fed_nan():
         assert (lse[0, 2:] == -jnp.inf).all() and (lse[1:] == -jnp.inf).all()
 
 
+@pytest.mark.slow
 def test_packed_rows_of_a_refused_sequence_stay_where_they_are():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 2, 32)), jnp.float32)
     cache = jaxkv.init(CONFIG)

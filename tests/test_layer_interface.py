@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from marks import fast_only
 
 import jaxkv
 from jaxkv import attention_xla
@@ -91,10 +92,7 @@ def check_against_oracle(cache, outputs, queries, plan, **options):
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-@pytest.mark.parametrize(
-    "name",
-    [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in [*SOME, *FORMATS[2:]]],
-)
+@pytest.mark.parametrize("name", fast_only([*FORMATS, "fp8k_turbo4v"], ["f16"]))
 def test_prefill_then_chunks_then_decode_equal_the_oracle(kind, name):
     cache = make(kind, name)
     for seed, n in enumerate([[12, 3, 0], [12, 1, 7], [1, 12, 1], [4, 0, 12]]):
@@ -104,6 +102,7 @@ def test_prefill_then_chunks_then_decode_equal_the_oracle(kind, name):
     jaxkv.check(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_window_and_sinks(kind):
     cache, sinks = make(kind, "int8"), jnp.linspace(-2, 2, QH)
@@ -112,6 +111,7 @@ def test_window_and_sinks(kind):
     check_against_oracle(cache, *rest, window=10, sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_paged_and_contiguous_agree(name):
     caches = {kind: make(kind, name) for kind in ("paged", "contiguous")}
@@ -130,6 +130,7 @@ def test_paged_and_contiguous_agree(name):
     chex.assert_trees_all_equal(views[0].lengths, views[1].lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_trim_equals_never_having_appended(kind):
     start, *_ = step(make(kind, "turbo4"), qkv_of((S, T), 0), jnp.asarray([11, 9, 5]), None)
@@ -142,6 +143,7 @@ def test_trim_equals_never_having_appended(kind):
     chex.assert_trees_all_equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_release_and_overflow(kind):
     cache = make(kind, "f16")
@@ -160,6 +162,7 @@ def test_release_and_overflow(kind):
     assert plan.granted.all() and cache.lengths.tolist() == [12, 5, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_packed_equals_padded(kind):
     qkv = qkv_of((S, T), 3)
@@ -174,6 +177,7 @@ def test_packed_equals_padded(kind):
         chex.assert_trees_all_close(out[:9], rows, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_fork_shares_until_one_appends(kind):
     cache, *_ = step(make(kind, "int8"), qkv_of((S, T), 0), jnp.asarray([9, 0, 0]), None)
@@ -183,6 +187,7 @@ def test_fork_shares_until_one_appends(kind):
     check_against_oracle(cache, *rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_no_retrace_over_lengths(kind):
     chex.clear_trace_counter()

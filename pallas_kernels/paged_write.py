@@ -90,8 +90,8 @@ def paged_write(
       x_v: [N, heads, v_head_dim], any of these dtypes.
       k_pages: the keys' pages.
       v_pages: the values' pages.
-      slots: int32 [N], block * block_size + offset; -1 skips the token. Others are distinct and
-        in range.
+      slots: int32 [N], distinct, block * block_size + offset; -1 and slots beyond the pool skip
+        the token.
       k_spec: the keys' side.
       v_spec: the values' side.
       k_scale: f32 scalar, fp8 keys only; None means 1.

@@ -117,11 +117,16 @@ class Side:
         if stored.scales is not None:
             staging.stage_scales(scratch["scales"], stored.scales)
         tokens = pl.ds(start, tile.tokens)
-        skipped = tiles.load(slots.at[tokens], tile.token_layout) < 0
-        word = jnp.where(skipped, jnp.int32(0), _audit_word(stored, non_finite))
+        stores = self._is_slot(tiles.load(slots.at[tokens], tile.token_layout), pages)
+        word = jnp.where(stores, _audit_word(stored, non_finite), jnp.int32(0))
         store(audit.at[head, tokens], word)
         self.sync()
         self._store_rows(start, head, slots, pages, scratch)
+
+    def _is_slot(self, slot: Any, pages: list[Any]) -> Any:
+        """Whether a slot is one: not -1, and inside the pool."""
+        num_slots = min(pages[0].shape[0] * self.block_size, 2**31 - 1)
+        return (slot >= 0) & (slot < np.int32(num_slots))
 
     def _store_rows(
         self, start: Any, head: Any, slots: Any, pages: list[Any], scratch: dict[str, Any]
@@ -145,7 +150,8 @@ class Side:
         def store_few(index: Any, carry: None) -> None:
             loaded = [load_row(index * _ROWS_IN_FLIGHT + i) for i in range(_ROWS_IN_FLIGHT)]
             for slot, words, scales in loaded:
-                pl.when(slot >= 0)(functools.partial(store_row, slot, words, scales))
+                stores = self._is_slot(slot, pages)
+                pl.when(stores)(functools.partial(store_row, slot, words, scales))
             return carry
 
         lax.fori_loop(0, self.tile.tokens // _ROWS_IN_FLIGHT, store_few, None)

@@ -66,7 +66,7 @@ class WriteCase:
 
     def _side(self, x, spec, pages, scale):
         rows, audit = codecs.encode_rows(x, spec, scale)
-        skipped = self.slots < 0
+        skipped = (self.slots < 0) | (self.slots >= pages.num_blocks * pages.block_size)
         blocks = jnp.where(skipped, pages.num_blocks, self.slots // pages.block_size)
         offsets = jnp.where(skipped, 0, self.slots % pages.block_size)
         audit = jax.tree.map(lambda a: jnp.where(skipped[:, None], 0, a), audit)
@@ -211,7 +211,8 @@ def make_case(
 ) -> WriteCase:
     rng = np.random.default_rng(seed)
     slots = rng.permutation(num_blocks * block_size)[:tokens].astype(np.int32)
-    slots[rng.integers(tokens)] = -1
+    # One token to skip, and one slot beyond the pool.
+    slots[[1, 2]] = -1, num_blocks * block_size + 3
 
     def heads_of(spec: SideSpec) -> jax.Array:
         x = rng.standard_normal((tokens, heads, spec.head_dim)) * amplitude
@@ -291,7 +292,7 @@ def assert_reference_codes(case: WriteCase, got) -> None:
         differ = group_scales(pages, spec) != group_scales(truth, spec)
         near = near_rounding_boundary(norm_before_rounding(np.asarray(x, np.float32), spec))
         for token, slot in enumerate(np.asarray(case.slots)):
-            if slot >= 0:
+            if 0 <= slot < pages.num_blocks * pages.block_size:
                 block, offset = divmod(int(slot), pages.block_size)
                 differ[block, :, offset] &= ~near[token]
         assert not differ.any()
@@ -303,7 +304,7 @@ def group_errors(pages, spec: SideSpec, case: WriteCase, x, scale) -> np.ndarray
     target = np.asarray(codecs.rotate(x, spec))
     errors = np.zeros((*x.shape[:2], spec.num_groups))
     for token, slot in enumerate(np.asarray(case.slots)):
-        if slot >= 0:
+        if 0 <= slot < pages.num_blocks * pages.block_size:
             block, offset = divmod(int(slot), pages.block_size)
             difference = (stored[block, :, offset] - target[token]).reshape(x.shape[1], -1, 16)
             energy = (target[token].reshape(difference.shape) ** 2).sum(-1)

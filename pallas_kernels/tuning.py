@@ -40,7 +40,7 @@ class Tuning:
       rows: query rows (tokens times group) of one CTA.
       stages: tiles in the ring of copies in flight.
       split_tokens: context tokens of one CTA, a multiple of 64; None follows
-        `default_split_tokens`.
+        `splits_of`.
       key_in_registers: whether decoded keys go to the matrix multiply from registers rather than
         through shared memory.
     """

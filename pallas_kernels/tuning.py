@@ -16,9 +16,9 @@ ROWS = (8, 16, 32, 64)
 # Shared memory that one CTA may use, less what the compiler reserves: Hopper, and the A100.
 _SHARED_BYTES = {"wgmma": 227 * 1024 - 1024, "mma": 163 * 1024 - 1024}
 # By path and the larger head_dim: the most query rows whose accumulators leave registers for
-# decoding. 64 rows on Hopper take the prefill kernel.
+# decoding. 64 rows on Hopper take the prefill kernel; at head_dim 256 its outputs would spill.
 _MOST_ROWS = {
-    "wgmma": {64: 64, 128: 64, 256: 64},
+    "wgmma": {64: 64, 128: 64, 256: 32},
     "mma": {64: 64, 128: 32, 256: 16},
 }
 _STAGES = (3, 2)

@@ -96,9 +96,15 @@ def test_no_step_copies_a_pool(name, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("name", [*FORMATS, "fp8k_turbo4v"])
-def test_no_step_copies_a_pool_in_any_format_and_loop(name, program):
+def test_no_step_copies_a_pool_in_any_format(name):
+    check(name, "while_loop", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["jit", "scan"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "turbo3"])
+def test_no_step_copies_a_pool_in_any_loop(name, program):
     check(name, program, 1)
 
 

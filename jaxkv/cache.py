@@ -30,9 +30,6 @@ from jaxkv.faults import (
 from jaxkv.formats import Format
 from jaxkv.sequences import Sequences, StepPlan
 
-# Block copies of one trip of the copy-on-write loop.
-_COPY_CHUNK = 8
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -348,25 +345,16 @@ def _write_layer(pages, k, v, plan, k_scale, v_scale, *, spec, store):  # type: 
 
 
 def _copy_on_write(pages: LayerPages, plan: StepPlan) -> LayerPages:
-    """Copies the plan's blocks, a few per trip: no trip in a step without copies."""
-    pairs = plan.copy_from.shape[0]
-    chunk = min(_COPY_CHUNK, pairs)
-    padding = -pairs % chunk
-    source = jnp.pad(plan.copy_from, (0, padding), constant_values=-1)
-    target = jnp.pad(plan.copy_to, (0, padding), constant_values=-1)
+    """Copies the plan's blocks; nothing moves in a step without copies."""
+    num_blocks = pages.k.num_blocks
+    source = jnp.maximum(plan.copy_from, 0)
+    target = jnp.where(plan.copy_to < 0, num_blocks, plan.copy_to)
 
-    def copy_chunk(i: jax.Array, pages: LayerPages) -> LayerPages:
-        from_ids = jax.lax.dynamic_slice_in_dim(source, i * chunk, chunk)
-        to_ids = jax.lax.dynamic_slice_in_dim(target, i * chunk, chunk)
-        num_blocks = pages.k.num_blocks
-        dropped = jnp.where(to_ids < 0, num_blocks, to_ids)
-        copy = functools.partial(
-            codecs.copy_blocks, source=jnp.maximum(from_ids, 0), destination=dropped
-        )
-        return LayerPages(copy(pages.k), copy(pages.v))
+    def copy(pages: LayerPages) -> LayerPages:
+        k, v = (codecs.copy_blocks(side, source, target) for side in (pages.k, pages.v))
+        return LayerPages(k, v)
 
-    trips = (plan.num_copies + chunk - 1) // chunk
-    return jax.lax.fori_loop(0, trips, copy_chunk, pages)
+    return jax.lax.cond(plan.num_copies > 0, copy, lambda pages: pages, pages)
 
 
 def _store_xla(

@@ -243,10 +243,10 @@ def _decode_turbo8(
 
 def _quantize_codebook(groups: jax.Array, step: jax.Array, spec: SideSpec) -> jax.Array:
     """Codes of groups [..., 16] when one unit of the codebook is `step` [...]."""
-    codes = jnp.zeros(groups.shape, jnp.uint8)
-    for bound in spec.codebook.bounds:
-        codes += (groups >= np.float32(bound) * step[..., None]).astype(jnp.uint8)
-    return codes
+    # One broadcast comparison: unrolled, the bounds dominate a step's compile time.
+    bounds = np.asarray(spec.codebook.bounds, np.float32)
+    above = groups[..., None] >= bounds * step[..., None, None]
+    return above.sum(-1, dtype=jnp.int32).astype(jnp.uint8)
 
 
 def _levels(codes: jax.Array, spec: SideSpec) -> jax.Array:
@@ -285,14 +285,15 @@ def _encode_codebook_searched(groups: jax.Array, spec: SideSpec) -> tuple[jax.Ar
         jnp.minimum(amax * np.float32(book.divisor / book.top), floats.E4M3_MAX)
     ).astype(jnp.int32)
 
-    def attempt(offset: int) -> tuple[jax.Array, ...]:
-        byte = jnp.clip(first + offset, jnp.minimum(first, 1), floats.E4M3_MAX_BYTE)
-        unit = _unit(byte, spec)
-        codes = _quantize_codebook(groups, unit, spec)
-        error = groups - _levels(codes, spec) * unit[..., None]
-        return (error * error).sum(-1), byte, codes
-
-    byte, codes = _least_error([attempt(offset) for offset in book.probes])
+    # All candidates at once, on a leading axis; argmin takes the first listed of equals.
+    offsets = jnp.asarray(book.probes, jnp.int32).reshape(-1, *(1,) * first.ndim)
+    bytes_tried = jnp.clip(first + offsets, jnp.minimum(first, 1), floats.E4M3_MAX_BYTE)
+    units = _unit(bytes_tried, spec)
+    codes_tried = _quantize_codebook(groups, units, spec)
+    error = groups - _levels(codes_tried, spec) * units[..., None]
+    best = jnp.argmin((error * error).sum(-1), axis=0)[None]
+    byte = jnp.take_along_axis(bytes_tried, best, axis=0)[0]
+    codes = jnp.take_along_axis(codes_tried, best[..., None], axis=0)[0]
     codes = jnp.where(byte[..., None] == 0, np.uint8(2 ** (spec.format.bits - 1)), codes)
     saturated = (byte == floats.E4M3_MAX_BYTE) | (first == floats.E4M3_MAX_BYTE)
     return codes, byte.astype(jnp.uint8), saturated
@@ -332,13 +333,14 @@ def _encode_e4m3_groups(
 ) -> _Stored:
     del layer_scale
     bad_group = _grouped(bad).any(-1)
-    groups = jnp.where(bad_group[..., None], 0, _grouped(x))
+    # The barriers keep XLA from computing the groups again in every consumer.
+    groups = jax.lax.optimization_barrier(jnp.where(bad_group[..., None], 0, _grouped(x)))
     if spec.format.is_codebook:
         searched = spec.encoding == "searched"
         encode = _encode_codebook_searched if searched else _encode_codebook_reference
     else:
         encode = _encode_nvfp4_groups
-    codes, byte, saturated = encode(groups, spec)
+    codes, byte, saturated = jax.lax.optimization_barrier(encode(groups, spec))
     flushed = (byte == 0) & (groups != 0).any(-1)
     byte = jnp.where(bad_group, np.uint8(floats.E4M3_NAN), byte)
     return _Stored(

@@ -106,7 +106,7 @@ class Case:
 
 
 def can_compile() -> bool:
-    """Whether the CUDA plugin and a disassembler are installed."""
+    """Whether the CUDA plugin, its assembler and a disassembler are installed."""
     return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None and (
         _cuda_root() is not None
     )
@@ -154,11 +154,11 @@ def inspect_cases(
 
 
 def _cuda_root() -> pathlib.Path | None:
-    """The directory whose bin/ holds the disassembler of the cuda-compile group."""
+    """The directory whose bin/ holds the tools of the cuda-compile group."""
     spec = importlib.util.find_spec("nvidia")
     for place in (spec.submodule_search_locations or []) if spec else []:
         root = pathlib.Path(place) / "cu13"
-        if (root / "bin" / "nvdisasm").exists():
+        if all((root / "bin" / tool).exists() for tool in ("ptxas", "nvdisasm")):
             return root
     return None
 

@@ -1,7 +1,7 @@
 """Runs compiled kernels without a GPU: an emulator of the PTX that the write kernels use.
 
 Warps run one after another from barrier to barrier, in a chosen order, and shared memory that no
-warp has written yet must not be read, so that a missing barrier shows. Misaligned and out-of-range
+warp has written yet must not be used, so that a missing barrier shows. Misaligned and out-of-range
 accesses raise. Instructions follow the PTX ISA
 manual; an unknown one raises.
 """
@@ -95,6 +95,8 @@ class Warp:
     def __init__(self, cta: Cta, index: int) -> None:
         self.cta, self.index = cta, index
         self.registers: dict[str, np.ndarray] = {}
+        # Registers loaded from shared memory that nothing had written, and by what.
+        self.undefined: dict[str, str] = {}
         self.pc = np.zeros(LANES, np.int64)
         self.done = False
 
@@ -137,6 +139,7 @@ class Warp:
                 return np.full(LANES, self.cta.special[operand], dtype)
             if operand == "%tid.x":
                 return (np.arange(LANES) + LANES * self.index).astype(dtype)
+            self._check_defined(operand)
             raw = self.registers[operand]
             width = np.dtype(dtype).itemsize
             return raw.astype(_BITS[width]).view(dtype)
@@ -154,6 +157,7 @@ class Warp:
     def _write(self, operand: str, value: np.ndarray, active: np.ndarray) -> None:
         if operand == "_":
             return
+        self.undefined.pop(operand, None)
         if value.dtype != bool:
             value = np.ascontiguousarray(value).view(_BITS[value.dtype.itemsize]).astype(np.uint64)
         old = self.registers.get(operand)
@@ -250,6 +254,19 @@ class Warp:
 
     def _shr(self, i, active):
         self._shift(i, active, np.right_shift)
+
+    def _bfe(self, i, active):
+        """Bit field extract; the signed form extends the field's top bit."""
+        a = self._read(i.operands[1], "u32").astype(np.int64)
+        start, length = (self._read(o, "u32").astype(np.int64) & 255 for o in i.operands[2:])
+        start, length = np.minimum(start, 32), np.minimum(length, 32)
+        field = (a >> start) & ((np.int64(1) << length) - 1)
+        if i.parts[-1] == "s32":
+            top = np.minimum(start + length - 1, 31)
+            negative = (length > 0) & (((a >> np.maximum(top, 0)) & 1) == 1)
+            taken = np.clip(32 - start, 0, length)
+            field = np.where(negative, field | (np.int64(-1) << taken), field)
+        self._write(i.operands[0], (field & 0xFFFFFFFF).astype(np.uint32), active)
 
     def _product(self, i: Instruction) -> np.ndarray:
         type_ = i.parts[-1]
@@ -377,9 +394,13 @@ class Warp:
         )
         return index
 
-    def _check_written(self, i, index):
-        if "shared" in i.parts:
-            assert self.cta.shared_written[index].all(), f"read before it was written: {i.text}"
+    def _check_defined(self, name):
+        assert name not in self.undefined, f"read before it was written: {self.undefined[name]}"
+
+    def _mark_undefined(self, i, index, names):
+        """jax 0.11 loads what a store replaces and drops it: only a use is an error."""
+        if "shared" in i.parts and not self.cta.shared_written[index].all():
+            self.undefined.update(dict.fromkeys(names, i.text))
 
     def _ld(self, i, active):
         width = np.dtype(_TYPES[i.parts[-1]]).itemsize
@@ -391,13 +412,13 @@ class Warp:
         names = _names(i.operands[0])
         _, addresses = self._address(i.operands[1])
         index = self._reach(i, addresses, width * len(names), active)
-        self._check_written(i, index)
         data = self._space(i)[0][index]
         for k, name in enumerate(names):
             value = np.zeros(LANES, _BITS[width])
             piece = np.ascontiguousarray(data[:, k * width : (k + 1) * width])
             value[active] = piece.view(_BITS[width])[:, 0]
             self._write(name, value, active)
+        self._mark_undefined(i, index, names)
 
     def _st(self, i, active):
         width = np.dtype(_TYPES[i.parts[-1]]).itemsize
@@ -417,8 +438,8 @@ class Warp:
         for k, name in enumerate(_names(i.operands[0])):
             rows = addresses[8 * k : 8 * k + 8]
             index = self._reach(i, rows, 16, np.ones(8, bool))
-            self._check_written(i, index)
             self._write(name, self.cta.shared[index].reshape(-1).view(np.uint32), active)
+            self._mark_undefined(i, index, [name])
 
     def _stmatrix(self, i, active):
         assert active.all() and "trans" not in i.parts, i.text

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ptx_emulator import run_kernel
+from ptx_emulator import Cta, Instruction, Memory, Warp, run_kernel
 from write_cases import (
     COVER,
     FusedCase,
@@ -209,3 +209,22 @@ def test_the_emulator_sees_a_missing_barrier(hopper):
     without = source.replace("bar.sync", "// bar.sync")
     with pytest.raises(AssertionError, match="read before it was written"):
         emulate(data_of(compiled), without, ORDERS[0])
+
+
+@pytest.mark.parametrize(
+    ("type_", "value", "start", "length", "field"),
+    [
+        ("u32", 0xDEADBEEF, 8, 8, 0xBE),
+        ("u32", 0xDEADBEEF, 0, 32, 0xDEADBEEF),
+        ("u32", 0xDEADBEEF, 28, 8, 0xD),
+        ("u32", 0xDEADBEEF, 4, 0, 0),
+        ("s32", 0x00000080, 4, 4, 0xFFFFFFF8),
+        ("s32", 0x00000070, 4, 4, 0x7),
+        ("s32", 0x80000000, 28, 8, 0xFFFFFFF8),
+    ],
+)
+def test_the_emulator_extracts_bit_fields_as_the_manual_says(type_, value, start, length, field):
+    warp = Warp(Cta([], {}, Memory([]), (0, 0, 0)), 0)
+    extract = Instruction(f"bfe.{type_} %d, {value}, {start}, {length}")
+    warp._bfe(extract, np.ones(32, bool))
+    assert set(warp.registers["%d"].tolist()) == {field}

@@ -80,7 +80,7 @@ def attend_pages(
         max_tokens=plan.max_new_tokens,
     )
     out, lse = run(
-        q,
+        _refuse_gradients(q),
         k_pages,
         v_pages,
         queries,
@@ -94,6 +94,19 @@ def attend_pages(
         keys=KeyRange(window=window),
     )
     return (out, lse) if return_lse else out
+
+
+@jax.custom_jvp
+def _refuse_gradients(q: jax.Array) -> jax.Array:
+    """q, where nobody differentiates."""
+    return q
+
+
+@_refuse_gradients.defjvp
+def _raise_on_gradients(primals: object, tangents: object) -> tuple[jax.Array, jax.Array]:
+    raise NotImplementedError(
+        "attend: gradients are not supported, a cache is for inference; train with plain attention"
+    )
 
 
 def merge_partials(

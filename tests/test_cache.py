@@ -333,6 +333,12 @@ def test_a_traced_layer_index_is_refused():
         jax.jit(lambda i: jaxkv.write(cache, i, x, x, plan))(0)
 
 
+def test_gradients_through_attend_are_refused_with_the_reason():
+    cache, plan = jaxkv.reserve(jaxkv.init(make()), jnp.asarray([1, 1, 1]))
+    with pytest.raises(NotImplementedError, match="attend: gradients are not supported"):
+        jax.grad(lambda q: jaxkv.attend(cache, 0, q, plan).sum())(jnp.ones((S, 1, 4, 64)))
+
+
 def test_naming_an_implementation_that_cannot_serve_says_why():
     config = make()
     assert jaxkv.supports(config, "xla") == []

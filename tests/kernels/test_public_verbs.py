@@ -1,5 +1,6 @@
 """`implementation="pallas_gpu"` through the public verbs, interpreted, against XLA."""
 
+import dataclasses
 import functools
 
 import chex
@@ -11,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jaxkv
 import pallas_kernels
 from jaxkv import dispatch
+from jaxkv.qkv import rope_tables
 
 CONFIG = jaxkv.CacheConfig(
     num_layers=1,
@@ -28,7 +30,7 @@ CONFIG = jaxkv.CacheConfig(
 def interpreted(monkeypatch):
     """Lets this machine count as one whose GPU can, and interprets the kernels."""
     monkeypatch.setattr(dispatch, "unsupported", lambda *_: ())
-    for name in ("paged_attention", "paged_write"):
+    for name in ("paged_attention", "paged_write", "paged_qkv_write"):
         kernel = functools.partial(
             getattr(pallas_kernels, name), interpret=plgpu.InterpretGPUParams()
         )
@@ -74,3 +76,46 @@ def test_the_gpu_kernels_serve_the_public_verbs(interpreted, packed):
     codes, want_codes = cache.layers[0].v.data[0], want_cache.layers[0].v.data[0]
     # A rotated value may round across a bound differently, rarely.
     assert float((codes != want_codes).mean()) < 1e-2
+
+
+def run_qkv(implementation, config, rotary_dim):
+    rng = np.random.default_rng(1)
+    cache = jaxkv.init(config)
+    rope = rope_tables(64, rotary_dim, 1e4)
+    norms = jnp.asarray(rng.uniform(0.5, 2, (2, 64)), jnp.float32)
+    cache, plan = jaxkv.reserve(cache, jnp.asarray([5, 3]), max_new_tokens=5)
+    qkv = jnp.asarray(rng.standard_normal((2, 5, 64 * 4)), jnp.float32)
+    return jaxkv.write_qkv(
+        cache,
+        0,
+        qkv,
+        plan,
+        num_q_heads=2,
+        rope=rope,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        implementation=implementation,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rotary_dim, fused", [(64, 1), (48, 0)])
+def test_write_qkv_is_one_kernel_where_it_can_be(interpreted, monkeypatch, rotary_dim, fused):
+    calls = []
+    kernel = pallas_kernels.paged_qkv_write
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(pallas_kernels, "paged_qkv_write", counted)
+    config = dataclasses.replace(CONFIG, format="bf16k_int8v")
+    cache, q = run_qkv("pallas_gpu", config, rotary_dim)
+    want_cache, want_q = run_qkv("xla", config, rotary_dim)
+    assert len(calls) == fused
+    stored = np.asarray([[1] * 5, [1] * 3 + [0] * 2], bool)
+    chex.assert_trees_all_close(q[stored], want_q[stored], atol=1e-5, rtol=1e-5)
+    for got, want in zip(jaxkv.export_block(cache, 0, 0), jaxkv.export_block(want_cache, 0, 0)):
+        # A sum in another order may round across a bound, rarely.
+        assert (np.frombuffer(got, np.uint8) != np.frombuffer(want, np.uint8)).mean() < 1e-3
+    chex.assert_trees_all_equal(cache.faults, want_cache.faults)

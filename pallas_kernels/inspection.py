@@ -205,7 +205,13 @@ def read_report(dump: pathlib.Path, stem: str) -> Report:
     return Report(int(registers[1]), sum(map(int, spills)), int(shared[1]), loop, total)
 
 
-def lower(function: Callable[..., Any], arguments: Any, arch: str, target: str) -> Any:
+def lower(
+    function: Callable[..., Any],
+    arguments: Any,
+    arch: str,
+    target: str,
+    donate: int | tuple[int, ...] = (),
+) -> Any:
     """Lowers a function of abstract arguments for a described target, in this process.
 
     Args:
@@ -213,6 +219,7 @@ def lower(function: Callable[..., Any], arguments: Any, arch: str, target: str) 
       arguments: a tuple of pytrees of `jax.ShapeDtypeStruct`.
       arch: a key of `CAPABILITIES`.
       target: the target's description.
+      donate: which arguments are donated.
 
     Returns:
       The `jax.stages.Lowered`.
@@ -230,7 +237,7 @@ def lower(function: Callable[..., Any], arguments: Any, arch: str, target: str) 
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
     with jax.set_mesh(mesh):
-        return jax.jit(function).lower(*placed)
+        return jax.jit(function, donate_argnums=donate).lower(*placed)
 
 
 def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:

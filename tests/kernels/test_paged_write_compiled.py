@@ -5,9 +5,10 @@ import pathlib
 
 import numpy as np
 import pytest
-from write_inspection import WriteCompileCase, can_compile, inspect
+from write_inspection import WriteCompileCase, inspect
 
 from jaxkv.formats import FORMATS, PAIR_NAMES, Format
+from pallas_kernels.inspection import can_compile
 from pallas_kernels.write import exact
 
 BUDGETS = pathlib.Path(__file__).parent / "write_budgets.json"

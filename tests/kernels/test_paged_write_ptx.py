@@ -22,9 +22,10 @@ from write_cases import (
     make_fused_case,
     side,
 )
-from write_inspection import WriteCompileCase, can_compile, inspect
+from write_inspection import WriteCompileCase, inspect
 
 from jaxkv.codecs import Audit
+from pallas_kernels.inspection import can_compile
 from pallas_kernels.write.side import unpack_audit
 from pallas_kernels.write.tiles import Tile
 

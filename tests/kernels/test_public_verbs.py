@@ -41,8 +41,8 @@ def run(implementation, packed):
     rng = np.random.default_rng(0)
     cache = jaxkv.init(CONFIG, k_scales=0.05, v_scales=0.3)
     outputs = []
-    for counts in ([60, 3], [2, 1]):
-        how = {"total_tokens": 64} if packed else {"max_new_tokens": max(counts)}
+    for counts in ([9, 3], [2, 1]):
+        how = {"total_tokens": 16} if packed else {"max_new_tokens": max(counts)}
         cache, plan = jaxkv.reserve(cache, jnp.asarray(counts), **how)
         k, v = jnp.asarray(rng.standard_normal((2, *plan.token_shape, 1, 64)), jnp.float32)
         q = jnp.asarray(rng.standard_normal((*plan.token_shape, 3, 64)), jnp.float32)
@@ -53,7 +53,7 @@ def run(implementation, packed):
                 0,
                 q,
                 plan,
-                window=50,
+                window=8,
                 sinks=jnp.asarray([0.5, -1.0, 2.0]),
                 return_lse=True,
                 implementation=implementation,

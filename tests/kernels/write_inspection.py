@@ -9,7 +9,6 @@ One architecture per process, because the front end asks the process for its dev
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
@@ -18,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 from typing import Any
+
+from pallas_kernels.inspection import lower
 
 HERE = pathlib.Path(__file__).parent
 TARGETS = HERE / "targets"
@@ -62,13 +63,6 @@ class WriteCompileCase:
         sides = self.k if self.k == self.v else f"{self.k}k_{self.v}v"
         fused = f" qkv {self.rope}" if self.rope else ""
         return f"{sides} {self.head_dim} {self.encoding}{fused}"
-
-
-def can_compile() -> bool:
-    """Whether the CUDA plugin is installed."""
-    return importlib.util.find_spec("jax_plugins") is not None and (
-        importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    )
 
 
 def inspect(cases: list[WriteCompileCase], arch: str, timeout: float = 900) -> list[Any]:
@@ -147,25 +141,6 @@ def _abstract(case: WriteCompileCase) -> tuple[Any, tuple[Any, ...]]:
     return (looped if case.steps > 1 else layers), ([pages] * case.layers, x, x, slots, scale)
 
 
-def _lower(case: WriteCompileCase, arch: str) -> Any:
-    import jax
-    from jax.experimental import topologies
-    from jax.experimental.mosaic.gpu import utils
-
-    capability = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0)}[arch]
-    utils._infer_arch = lambda: capability
-    target = (TARGETS / f"{arch}.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    program, arguments = _abstract(case)
-    placed = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), arguments
-    )
-    with jax.set_mesh(mesh):
-        return jax.jit(program, donate_argnums=0).lower(*placed), arguments[0]
-
-
 def _facts(case: WriteCompileCase, arch: str, dump: pathlib.Path) -> dict[str, Any]:
     import math
 
@@ -173,7 +148,9 @@ def _facts(case: WriteCompileCase, arch: str, dump: pathlib.Path) -> dict[str, A
 
     for old in dump.iterdir():
         old.unlink()
-    lowered, pages = _lower(case, arch)
+    program, arguments = _abstract(case)
+    target = (TARGETS / f"{arch}.txtpb").read_text()
+    lowered, pages = lower(program, arguments, arch, target, donate=0), arguments[0]
     compiled = lowered.compile()
     sizes = [math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(pages)]
     memory = compiled.memory_analysis()

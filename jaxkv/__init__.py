@@ -23,8 +23,9 @@ from jaxkv.cache import (
     trim,
     write,
 )
+from jaxkv.calibration import Calibration, calibrate
 from jaxkv.checkpoint import load, save
-from jaxkv.config import CacheConfig, LayerSpec
+from jaxkv.config import CacheConfig, LayerSpec, boundary_formats
 from jaxkv.contiguous import ContiguousCache, grow, init_contiguous
 from jaxkv.faults import CacheError, FaultKind, Faults
 from jaxkv.formats import Format, SideSpec, StorageFormat
@@ -37,6 +38,7 @@ __all__ = [
     "BlockPool",
     "CacheConfig",
     "CacheError",
+    "Calibration",
     "ContiguousCache",
     "FaultKind",
     "Faults",
@@ -54,6 +56,8 @@ __all__ = [
     "StorageFormat",
     "attend",
     "blocks",
+    "boundary_formats",
+    "calibrate",
     "check",
     "clear_faults",
     "close",

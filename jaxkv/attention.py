@@ -27,6 +27,7 @@ def attend_pages(
     v_spec: SideSpec,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    k_mean: jax.Array | None = None,
     scale: ArrayLike | None = None,
     window: int | None = None,
     soft_cap: ArrayLike | None = None,
@@ -49,6 +50,8 @@ def attend_pages(
       v_spec: the V side.
       k_scale: f32 scalar, the layer's scale of fp8 keys; other formats ignore it. None means 1.
       v_scale: likewise for values.
+      k_mean: f32 [kv_heads, head_dim], what was taken off every stored key; None for nothing. The
+        softmax does not see it; the log-sum-exp, sinks and a soft cap do.
       scale: scalar factor of the scores; None means 1 / sqrt(head_dim).
       window: static int W >= 1: only keys p - W + 1 to p, at the cost of the window. None: all.
       soft_cap: positive scalar; scores become cap * tanh(score * scale / cap) before the mask
@@ -75,6 +78,9 @@ def attend_pages(
     k_scale, v_scale = _layer_scale(k_scale, k_spec), _layer_scale(v_scale, v_spec)
     factor = _scalar("scale", k_spec.head_dim**-0.5 if scale is None else scale)
     cap = None if soft_cap is None else _scalar("soft_cap", soft_cap)
+    shift = None
+    if k_mean is not None and (return_lse or sinks is not None or cap is not None):
+        shift = _score_shift(q, k_mean, factor)
     if _chosen(implementation) == "pallas_gpu":
         out, lse = _attend_pallas_gpu(
             q,
@@ -89,6 +95,7 @@ def attend_pages(
             window=window,
             soft_cap=soft_cap,
             sinks=sinks,
+            shift=shift,
         )
         return (out, lse) if return_lse else out
     queries = Queries(
@@ -108,11 +115,19 @@ def attend_pages(
         factor,
         cap,
         sinks,
+        shift,
         k_spec=k_spec,
         v_spec=v_spec,
         keys=KeyRange(window=window),
     )
     return (out, lse) if return_lse else out
+
+
+def _score_shift(q: jax.Array, k_mean: jax.Array, scale: jax.Array) -> jax.Array:
+    """What centering took off each query's scores: f32 [..., q_heads]."""
+    rows = q.astype(jnp.float32).reshape(*q.shape[:-2], k_mean.shape[0], -1, q.shape[-1])
+    product = jnp.einsum("...hgd,hd->...hg", rows, k_mean, precision=jax.lax.Precision.HIGHEST)
+    return scale * product.reshape(q.shape[:-1])
 
 
 @jax.custom_jvp
@@ -129,7 +144,9 @@ def _raise_on_gradients(primals: object, tangents: object) -> tuple[jax.Array, j
 
 
 def merge_partials(
-    parts: Sequence[tuple[jax.Array, jax.Array]], sinks: jax.Array | None = None
+    parts: Sequence[tuple[jax.Array, jax.Array]],
+    sinks: jax.Array | None = None,
+    shift: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges attention over disjoint sets of keys, in f32.
 
@@ -137,13 +154,17 @@ def merge_partials(
       parts: (out [..., heads, dim], lse [..., heads]) each, f32, out normalised over its keys;
         lse -inf where there were none, and out finite there.
       sinks: f32 [heads], logits that join the denominator of rows that see any key.
+      shift: f32 [..., heads], what the scores of all keys of a row lack; any value where there are
+        no keys.
 
     Returns:
       (out, lse) over all keys, sinks included; 0 and -inf where no part has a key.
     """
-    if len(parts) == 1 and sinks is None:
-        return parts[0]
     outs, lses = zip(*parts)
+    if shift is not None:
+        lses = tuple(jnp.where(lse == -jnp.inf, lse, lse + shift) for lse in lses)
+    if len(parts) == 1 and sinks is None:
+        return outs[0], lses[0]
     top = functools.reduce(jnp.maximum, lses)
     empty = top == -jnp.inf
     if sinks is not None:
@@ -171,12 +192,16 @@ def _attend_xla(
     scale: jax.Array,
     soft_cap: jax.Array | None,
     sinks: jax.Array | None,
+    shift: jax.Array | None,
     *,
     k_spec: SideSpec,
     v_spec: SideSpec,
     keys: KeyRange,
 ) -> tuple[jax.Array, jax.Array]:
     """The XLA implementation; jitted so that all equal layers share one trace."""
+    if shift is not None:
+        shift = shift.reshape(-1, shift.shape[-1])
+    inside = shift if soft_cap is not None else None
     part = attention_xla.partial_attention(
         q.reshape(-1, *q.shape[-2:]),
         k_pages,
@@ -188,9 +213,13 @@ def _attend_xla(
         v_scale=v_scale,
         scale=scale,
         soft_cap=soft_cap,
+        shift=inside,
         keys=keys,
     )
-    out, lse = merge_partials([part], None if sinks is None else sinks.astype(jnp.float32))
+    # A soft cap bends shifted scores; without one the shift comes out of the sum.
+    outside = None if soft_cap is not None else shift
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    out, lse = merge_partials([part], sinks, outside)
     lead = q.shape[:-1]
     return out.astype(q.dtype).reshape(*lead, v_spec.head_dim), lse.reshape(lead)
 
@@ -209,6 +238,7 @@ def _attend_pallas_gpu(
     window: int | None,
     soft_cap: ArrayLike | None,
     sinks: jax.Array | None,
+    shift: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The GPU kernel, between the two rotations."""
     import pallas_kernels
@@ -219,6 +249,12 @@ def _attend_pallas_gpu(
         rows, scale = rows * scale, 1.0
     if soft_cap is not None and not isinstance(soft_cap, (int, float)):
         raise NotImplementedError("soft_cap: 'pallas_gpu' takes a Python number, got an array")
+    if soft_cap is not None and shift is not None:
+        raise NotImplementedError(
+            "soft_cap: 'pallas_gpu' cannot cap the scores of centered keys; use "
+            "implementation='xla', or a calibration without key means"
+        )
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     out, lse = pallas_kernels.paged_attention(
         rows,
         k_pages,
@@ -234,8 +270,10 @@ def _attend_pallas_gpu(
         offsets=plan.offsets if plan.is_packed else None,
         window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
-        sinks=None if sinks is None else sinks.astype(jnp.float32),
+        sinks=sinks if shift is None else None,
     )
+    if shift is not None:
+        out, lse = merge_partials([(out.astype(jnp.float32), lse)], sinks, shift)
     return unrotate(out, v_spec).astype(q.dtype), lse
 
 

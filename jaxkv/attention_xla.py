@@ -81,6 +81,7 @@ def partial_attention(
     v_scale: jax.Array | None = None,
     scale: jax.Array,
     soft_cap: jax.Array | None = None,
+    shift: jax.Array | None = None,
     keys: KeyRange = KeyRange(),
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the keys in `keys`, to be merged with other keys by log-sum-exp.
@@ -96,6 +97,7 @@ def partial_attention(
       v_scale: likewise for V.
       scale: f32 scalar, factor of the scores.
       soft_cap: f32 scalar; scores become cap * tanh(score / cap).
+      shift: f32 [N, q_heads], added to the scores before the soft cap.
       keys: the keys that count.
 
     Returns:
@@ -118,7 +120,7 @@ def partial_attention(
     scale = scale * np.float32(chunks.factor(k_spec))
     if k_scale is not None:
         scale = scale * k_scale
-    source = _Source(k_pages, v_pages, scale, soft_cap)
+    source = _Source(k_pages, v_pages, scale, soft_cap, shift)
     q = rotate(q, k_spec)
     out = jnp.zeros((num_queries, q_heads, v_spec.head_dim), jnp.float32)
     lse = jnp.full((num_queries, q_heads), -jnp.inf, jnp.float32)
@@ -130,12 +132,13 @@ def partial_attention(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """What every tile reads: pages, f32 factor of raw scores, f32 soft cap."""
+    """What every tile reads: pages, f32 factor of raw scores, f32 soft cap, shift of scores."""
 
     k: Pages
     v: Pages
     scale: jax.Array
     soft_cap: jax.Array | None
+    shift: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +303,10 @@ def _attend_tile(
     token = jnp.arange(size, dtype=jnp.int32)
     rows = q.at[offset + token].get(mode="clip").reshape(size, heads, group, -1)
     rows = rows.transpose(1, 0, 2, 3).reshape(heads, size * group, -1)
+    shift = source.shift
+    if shift is not None:
+        shift = shift.at[offset + token].get(mode="clip").reshape(size, heads, group)
+        shift = shift.transpose(1, 0, 2).reshape(heads, size * group, 1)
     # A query that is not there stands before every key.
     positions = jnp.repeat(jnp.where(token < count, first + token, -1), group)
 
@@ -315,7 +322,7 @@ def _attend_tile(
     def body(i: jax.Array, state: _State) -> _State:
         read, key = walk.trip(begin, i, table)
         visible = jax.lax.optimization_barrier(_visible(keys, positions, key))
-        return _absorb(kernel, source, state, operand, read, visible)
+        return _absorb(kernel, source, state, operand, read, visible, shift)
 
     state = jax.lax.fori_loop(0, trips, body, _start(heads, size * group, kernel.v_spec.head_dim))
     return _finish(state, size, heads, group)
@@ -364,10 +371,13 @@ def _absorb(
     operand: jax.Array,
     read: Callable[[Pages], Pages],
     visible: jax.Array,
+    shift: jax.Array | None,
 ) -> _State:
     """Adds a chunk to the running softmax."""
     k = chunks.decode(read(source.k), kernel.k_spec, shield=False)
     scores = _scores(operand, k, state.top.shape[1]) * source.scale
+    if shift is not None:
+        scores = scores + shift
     if source.soft_cap is not None:
         scores = source.soft_cap * jnp.tanh(scores / source.soft_cap)
     # Two readers: without the barrier each would compute the scores.

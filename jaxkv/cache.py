@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from jaxkv.faults import (
 )
 from jaxkv.formats import Format
 from jaxkv.sequences import Sequences, StepPlan
+
+if TYPE_CHECKING:
+    from jaxkv.calibration import Calibration
 
 Audits = tuple[Audit, Audit]
 
@@ -86,6 +89,8 @@ class PagedCache:
       pool: free blocks, reference counts, fault counters.
       sequences: block tables and lengths.
       config: the static geometry.
+      k_means: f32 [kv_heads, head_dim] of each layer, what `write` takes off every key; None where
+        keys are stored as they come.
     """
 
     layers: tuple[LayerPages, ...]
@@ -94,6 +99,7 @@ class PagedCache:
     pool: BlockPool
     sequences: Sequences
     config: CacheConfig = dataclasses.field(metadata={"static": True})
+    k_means: tuple[jax.Array, ...] | None = None
 
     @property
     def lengths(self) -> jax.Array:
@@ -152,20 +158,31 @@ def init(
     *,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    calibration: Calibration | None = None,
 ) -> PagedCache:
     """An empty cache.
 
     Args:
       config: geometry and formats.
-      k_scales: fp8 scale of the keys, a scalar or f32 [num_layers]; 1 by default.
+      k_scales: fp8 scale of the keys, a scalar or f32 [num_layers]; by default the calibration's,
+        else 1.
       v_scales: likewise for the values.
+      calibration: from `jaxkv.calibrate`: key means to center by, and scales.
 
     Returns:
       The cache; every leaf has a buffer of its own, so all of it can be donated.
 
     Raises:
-      ValueError: scales of a wrong shape, or not positive and finite.
+      ValueError: scales of a wrong shape, or not positive and finite; a calibration of another
+        geometry.
     """
+    k_means = None
+    if calibration is not None:
+        calibration.check_fits(config)
+        k_scales = calibration.k_scales if k_scales is None else k_scales
+        v_scales = calibration.v_scales if v_scales is None else v_scales
+        if calibration.k_means is not None:
+            k_means = tuple(jnp.array(mean, jnp.float32) for mean in calibration.k_means)
     layers = []
     for index in range(config.num_layers):
         spec = config.layer(index)
@@ -180,6 +197,7 @@ def init(
         pool=BlockPool.create(config.num_blocks, trace_events=config.trace_events),
         sequences=Sequences.create(config.max_sequences, config.max_blocks_per_sequence),
         config=config,
+        k_means=k_means,
     )
 
 
@@ -308,6 +326,8 @@ def write(
     spec = cache.config.layer(layer)
     _check_rows("k", k, plan, spec.num_kv_heads, spec.head_dim)
     _check_rows("v", v, plan, spec.num_kv_heads, spec.v_head_dim)
+    if cache.k_means is not None:
+        k = k.astype(jnp.float32) - cache.k_means[layer]
     chosen = choose_implementation(cache.config, implementation, layer=layer)
     store = _store_xla if chosen == "xla" else _store_pallas_gpu
     return store_rows(cache, layer, (k, v), plan, store)[0]
@@ -495,6 +515,8 @@ def attend(
     spec = cache.config.layer(layer)
     _require_open(cache)
     pages = cache.layers[layer]
+    if implementation is None and soft_cap is not None and cache.k_means is not None:
+        implementation = "xla"  # no kernel caps the scores of centered keys
     return attention.attend_pages(
         q,
         pages.k,
@@ -504,6 +526,7 @@ def attend(
         v_spec=spec.v,
         k_scale=cache.k_scales[layer],
         v_scale=cache.v_scales[layer],
+        k_mean=None if cache.k_means is None else cache.k_means[layer],
         scale=scale,
         window=window,
         soft_cap=soft_cap,

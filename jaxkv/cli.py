@@ -1,4 +1,4 @@
-"""The `jaxkv` command: generate text, list formats, plan memory, measure speed."""
+"""The `jaxkv` command: generate text, list formats, plan memory, measure speed and quality."""
 
 import re
 import sys
@@ -136,6 +136,7 @@ def plan(
 
 
 _NUMBERS = {"K bits", "V bits", "mean", "bits", "KiB/token", "blocks", "tokens", "sequences"}
+_NUMBERS |= {"bytes/token", "perplexity", "change", "KL", "top-1", "attention error", "found"}
 _NUMBERS |= {"attend ms", "x dense f32", "x jax.nn f32", "write µs"}
 
 
@@ -352,6 +353,138 @@ def _plot_bench(ratios: dict[str, float], shape: Any, path: Path) -> None:
     axes.set_xlabel("stored bits per element")
     axes.set_ylabel("attention time / dense f32")
     axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+_EVAL_FORMATS = "bf16,int8,fp8,turbo8,fp8k_turbo4v,turbo4,nvfp4,turbo3,turbo2"
+# The beginning of every text is for calibration.
+_CALIBRATION_TOKENS = 4096
+
+
+@app.command("eval")
+def evaluate(
+    formats: Annotated[
+        str,
+        typer.Option(
+            help="What to measure, separated by commas, or all. Options follow a format after plus "
+            "signs: turbo4+centered+first1+recent64; also reference, scaled, boundary2."
+        ),
+    ] = _EVAL_FORMATS,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="A text file; repeat for several. Default: CPython's reference manual."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of each text.")] = 4,
+    window_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 1024,
+    retrieval: Annotated[
+        bool, typer.Option("--retrieval", help="Ask for a fact hidden at several depths instead.")
+    ] = False,
+    context: Annotated[int, typer.Option(min=64, help="Tokens of a hiding place.")] = 4096,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A GGUF file or Hugging Face directory; default: SmolLM2-135M."),
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(help="Directory where results are kept and found again.")
+    ] = Path("jaxkv-eval"),
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
+) -> None:
+    """Measure what formats cost in quality, through the cache, on a language model."""
+    from jaxkv import evaluate as measure
+
+    names = format_names() if formats == "all" else formats.split(",")
+    cases = [_parsed(measure.Case.parse, name, "--formats") for name in names]
+    with _progress(Console(stderr=True)) as progress:
+        llm, tokenizer = _load(model, _bar(progress, "loading the model"))
+        texts = {name: tokenizer.encode(_read_text(name)) for name in text or ["python"]}
+        calibration = [t for tokens in texts.values() for t in tokens[:_CALIBRATION_TOKENS]]
+        options: Any = {"calibration_tokens": calibration, "directory": results}
+        if retrieval:
+            needles = measure.Needles.hide(
+                tokenizer.encode, next(iter(texts.values()))[_CALIBRATION_TOKENS:], context
+            )
+            evaluation = measure.Evaluation(llm, needles.windows, batch=1, **options)
+            found = [
+                evaluation.recall(case, needles.answer_tokens, _bar(progress, str(case)))
+                for case in ["f32", *cases]
+            ]
+        else:
+            rows = [
+                _windows(name, tokens, windows, window_tokens) for name, tokens in texts.items()
+            ]
+            evaluation = measure.Evaluation(llm, [row for part in rows for row in part], **options)
+            measured = [evaluation.measure(case, _bar(progress, str(case))) for case in cases]
+    if retrieval:
+        _say_recall(found, needles, context)
+        return
+    _say(
+        f"{len(rows) * windows} windows of {window_tokens:,} tokens of {', '.join(texts)}; full "
+        f"precision has perplexity {measured[0].reference_perplexity:.3f}"
+    )
+    _say_quality(measured)
+    if plot is not None:
+        _plot_quality(measured, plot)
+
+
+def _read_text(name: str) -> str:
+    from jaxkv.evaluate import python_text
+
+    return python_text() if name == "python" else Path(name).read_text(encoding="utf-8")
+
+
+def _windows(name: str, tokens: Sequence[int], count: int, length: int) -> list[Sequence[int]]:
+    needed = _CALIBRATION_TOKENS + count * length
+    if len(tokens) < needed:
+        raise ValueError(
+            f"text {name}: {len(tokens):,} tokens, expected at least {needed:,}: "
+            f"{_CALIBRATION_TOKENS:,} for calibration, {count} windows of {length:,}"
+        )
+    return [tokens[i : i + length] for i in range(_CALIBRATION_TOKENS, needed, length)]
+
+
+def _say_quality(results: Sequence[Any]) -> None:
+    table = _table(
+        "format", "bits", "bytes/token", "perplexity", "change", "KL", "top-1", "attention error"
+    )
+    for r in results:
+        error = "" if r.attention_error is None else f"{r.attention_error:.4f}"
+        table.add_row(
+            r.case,
+            f"{r.bits:.2f}",
+            f"{r.bytes_per_token:,.0f}",
+            f"{r.perplexity:.3f}",
+            f"{r.loss_of_perplexity:+.2%}",
+            f"{r.kl:.5f}",
+            f"{r.agreement:.4f}",
+            error,
+        )
+    _say(table)
+
+
+def _say_recall(results: Sequence[Any], needles: Any, context: int) -> None:
+    _say(f"A five-digit code in {context:,} tokens: found or not, and log-probability, by depth")
+    table = _table("format", *(f"{depth:.0%}" for depth in needles.depths), "found")
+    for r in results:
+        marks = [f"{'yes' if ok else 'no':3} {p:6.2f}" for ok, p in zip(r.found, r.log_probability)]
+        table.add_row(r.case, *marks, f"{sum(r.found)} of {len(r.found)}")
+    _say(table)
+
+
+def _plot_quality(results: Sequence[Any], path: Path) -> None:
+    """Divergence from full precision against stored bits."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for r in results:
+        axes.plot(r.bits, max(r.kl, 1e-7), "o")
+        axes.annotate(r.case, (r.bits, r.kl), textcoords="offset points", xytext=(6, 4))
+    axes.set_yscale("log")
+    axes.set_xlabel("stored bits per element")
+    axes.set_ylabel("KL divergence from full precision, nats a token")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxkv.formats import ENCODINGS, ROTATIONS, Encoding, Format, Rotation, SideSpec
 
@@ -248,3 +248,40 @@ class CacheConfig:
         if unknown := sorted(set(fields) - set(known)):
             raise ValueError(f"config: unknown fields {unknown}, expected some of {sorted(known)}")
         return cls(**fields)
+
+
+def boundary_formats(
+    format: Format | str, num_layers: int, high: int | Literal["auto", "all"] = "auto"
+) -> tuple[Format, ...]:
+    """Formats per layer with the first and last layers in bf16.
+
+    Quality gains little more than in proportion to the bits: `CacheConfig.bits_per_element` says
+    what is then stored on average.
+
+    Args:
+      format: the format of the layers between.
+      num_layers: layers of the model.
+      high: how many layers at each end stay in bf16; "all" for every layer. "auto" goes by the
+        smaller side: 4 for turbo2, 2 for other turbo formats, 0 for the rest and for models of
+        fewer than 12 layers.
+
+    Returns:
+      `num_layers` formats, for `CacheConfig(layer_formats=...)`.
+
+    Raises:
+      TypeError: num_layers or high of a wrong type.
+      ValueError: an unknown format, or a number out of range.
+    """
+    chosen = Format.parse(format)
+    _positive("num_layers", num_layers)
+    if high == "auto":
+        smaller = min(chosen.k, chosen.v, key=lambda side: side.bits_per_element)
+        high = (4 if smaller.bits == 2 else 2) if smaller.is_rotated and num_layers >= 12 else 0
+    elif high == "all":
+        return (Format.parse("bf16"),) * num_layers
+    if not isinstance(high, int) or isinstance(high, bool):
+        raise TypeError(f"high: got {high!r}, expected an int, 'auto' or 'all'")
+    if not 0 <= 2 * high <= num_layers:
+        raise ValueError(f"high: got {high}, expected 0 to {num_layers // 2} (num_layers / 2)")
+    ends = (Format.parse("bf16"),) * high
+    return ends + (chosen,) * (num_layers - 2 * high) + ends

@@ -8,6 +8,7 @@ how it is made, and that it can grow.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from jax.typing import ArrayLike
 from jaxkv.cache import LayerPages, LayerView, PagedCache, init
 from jaxkv.codecs import Pages
 from jaxkv.config import CacheConfig
+
+if TYPE_CHECKING:
+    from jaxkv.calibration import Calibration
 
 # Capacities are multiples of this, so that runs start at whole vectors.
 _CAPACITY_MULTIPLE = 16
@@ -54,6 +58,7 @@ def init_contiguous(
     capacity: int = 512,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    calibration: Calibration | None = None,
 ) -> ContiguousCache:
     """An empty contiguous cache.
 
@@ -63,6 +68,7 @@ def init_contiguous(
       capacity: tokens that each can hold, rounded up to a multiple of 16.
       k_scales: as in `jaxkv.init`.
       v_scales: as in `jaxkv.init`.
+      calibration: as in `jaxkv.init`.
 
     Returns:
       The cache. `reserve` refuses and counts as full what would outgrow the capacity; `grow` makes
@@ -81,7 +87,7 @@ def init_contiguous(
         max_sequences=batch,
         max_blocks_per_sequence=1,
     )
-    paged = init(derived, k_scales=k_scales, v_scales=v_scales)
+    paged = init(derived, k_scales=k_scales, v_scales=v_scales, calibration=calibration)
     return ContiguousCache(**{f.name: getattr(paged, f.name) for f in dataclasses.fields(paged)})
 
 

@@ -235,7 +235,8 @@ def write_qkv(
         does not rotate.
       positions: int32 of the plan's token shape; None takes the tokens already in the sequence.
       implementation: as in `jaxkv.write`. With "pallas_gpu" all of it is one kernel, except that
-        rope_style "half" with a rotary_dim that is no multiple of 32 splits and rotates before it.
+        centered keys, and rope_style "half" with a rotary_dim that is no multiple of 32, are split
+        and rotated before it.
 
     Returns:
       The cache with this layer written, and q [..., num_q_heads, head_dim] in qkv's dtype, ready
@@ -289,6 +290,8 @@ def _fused_reasons(
     rope_style: RopeStyle,
 ) -> list[str]:
     """Why splitting and rotating cannot join the write kernel, which serves all the same."""
+    if cache.k_means is not None:
+        return ["the kernel does not center keys"]
     import pallas_kernels
 
     return pallas_kernels.qkv_unsupported_reasons(

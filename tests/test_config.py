@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 import jaxkv
-from jaxkv.config import CacheConfig
+from jaxkv.config import CacheConfig, boundary_formats
 
 
 def make(**fields):
@@ -111,3 +111,43 @@ def test_bits_per_element_counts_scales():
     assert make(format="turbo4").bits_per_element == 4.5
     assert make(format="int8", head_dim=64).bits_per_element == 8.25
     assert make(format="fp8k_turbo4v").bits_per_element == 6.25
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "high", "ends"),
+    [
+        ("turbo4", 12, "auto", 2),
+        ("turbo4k_turbo2v", 30, "auto", 4),
+        ("fp8k_turbo3v", 30, "auto", 2),
+        ("turbo3", 11, "auto", 0),
+        ("nvfp4", 30, "auto", 0),
+        ("int8", 30, "auto", 0),
+        ("int8", 6, 3, 3),
+        ("turbo2", 30, 0, 0),
+    ],
+)
+def test_boundary_layers_are_bf16(name, num_layers, high, ends):
+    formats = [str(f) for f in boundary_formats(name, num_layers, high)]
+    assert formats == ["bf16"] * ends + [name] * (num_layers - 2 * ends) + ["bf16"] * ends
+
+
+def test_boundary_layers_count_in_the_reported_bits():
+    formats = boundary_formats("turbo2", 30, high=4)
+    config = make(num_layers=30, format="turbo2", layer_formats=formats)
+    assert config.bits_per_element == pytest.approx((22 * 2.5 + 8 * 16) / 30)
+    assert {str(f) for f in boundary_formats("turbo2", 5, "all")} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("turbo4", 30, 16), ValueError, "high: got 16, expected 0 to 15"),
+        (("turbo4", 30, -1), ValueError, "high: got -1"),
+        (("turbo4", 30, "some"), TypeError, "high: got 'some'"),
+        (("turbo4", 0), ValueError, "num_layers: got 0"),
+        (("turbo5", 30), ValueError, "unknown name 'turbo5'"),
+    ],
+)
+def test_boundary_formats_that_cannot_be_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        boundary_formats(*arguments)

@@ -20,7 +20,7 @@ def blocks_of(page):
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
 
 
-def placeholders():
+def placeholders(directory):
     """What a page's reader brings along: tensors of a step."""
     rng = np.random.default_rng(0)
 
@@ -34,13 +34,23 @@ def placeholders():
         "new_tokens": jnp.asarray([1, 1, 0, 0, 0, 0, 0, 1]),
         "x": normal(5, 64),
         "qkv": normal(8, 1, (9 + 3 + 3) * 64),
+        "model": jax.tree_util.Partial(embed_and_write, normal(100, 3, 64)),
+        "token_batches": [rng.integers(0, 100, (4, 64))],
+        "directory": str(directory),
     }
+
+
+def embed_and_write(table, tokens, cache, plan):
+    """The least that counts as a model: keys and values are the tokens' rows of a table."""
+    for layer in range(cache.config.num_layers):
+        cache = jaxkv.write(cache, layer, table[tokens], table[tokens], plan)
+    return jnp.zeros((*tokens.shape, 100)), cache
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_a_page_runs(page):
-    namespace = placeholders()
+def test_every_block_of_a_page_runs(page, tmp_path):
+    namespace = placeholders(tmp_path)
     found = blocks_of(page)
     assert found
     for source in found:

@@ -232,6 +232,25 @@ class Llama(nnx.Module):
             x = layer.uncached(x, rope=rope)
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 
+    def uncached_by_layer(
+        self, tokens: jax.Array, on_layer: Callable[..., None] | None = None
+    ) -> jax.Array:
+        """As `uncached`, but outside jit, with one compiled program for all layers alike.
+
+        Args:
+          tokens: int32[B, T], whole sequences.
+          on_layer: called with what each layer's cache would be given: queries, keys and values,
+            [B, T, heads, head_dim] each.
+        """
+        x = self._embed(tokens)
+        rope = self.layers[0].attention.rope(jnp.arange(tokens.shape[1]))
+        graph = nnx.graphdef(self.layers[0])
+        for layer in self.layers:
+            x, *qkv = _uncached_layer(graph, nnx.state(layer), x, rope)
+            if on_layer is not None:
+                on_layer(*qkv)
+        return _rms_norm(x, self.norm[...], self.config.norm_eps)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden [..., features] -> logits f32[..., vocab_size]."""
         weights = self.embedding[...] if self.head is None else self.head[...]
@@ -248,6 +267,13 @@ class Llama(nnx.Module):
 
 
 _rms_norm = jax.jit(rms_norm, static_argnames="eps")
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _uncached_layer(graph: Any, weights: Any, x: jax.Array, rope: Rope) -> tuple[jax.Array, ...]:
+    layer = nnx.merge(graph, weights)
+    y = rms_norm(x, layer.attention_norm[...], layer.norm_eps)
+    return layer.uncached(x, rope=rope), *layer.attention.project(y, rope)
 
 
 def _apply_layer(
@@ -268,6 +294,7 @@ def _apply_layer(
         pool=dataclasses.replace(cache.pool, faults=Faults.create()),
         sequences=cache.sequences,
         config=config,
+        k_means=None if cache.k_means is None else (cache.k_means[index],),
     )
     x, pages, faults = _layer_program(
         graph, weights, x, (cache.layers[index],), rest, plan, cache.faults, jnp.int32(index)

@@ -37,9 +37,11 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(pallas_kernels, name, kernel)
 
 
-def run(implementation, packed):
+def run(implementation, packed, k_mean=None):
     rng = np.random.default_rng(0)
     cache = jaxkv.init(CONFIG, k_scales=0.05, v_scales=0.3)
+    if k_mean is not None:
+        cache = dataclasses.replace(cache, k_means=(k_mean,))
     outputs = []
     for counts in ([9, 3], [2, 1]):
         how = {"total_tokens": 16} if packed else {"max_new_tokens": max(counts)}
@@ -63,10 +65,11 @@ def run(implementation, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_gpu_kernels_serve_the_public_verbs(interpreted, packed):
-    cache, got = run("pallas_gpu", packed)
-    want_cache, want = run("xla", packed)
+@pytest.mark.parametrize(("packed", "centered"), [(False, False), (True, False), (False, True)])
+def test_the_gpu_kernels_serve_the_public_verbs(interpreted, packed, centered):
+    k_mean = jnp.linspace(-2.0, 1.0, 64)[None] if centered else None
+    cache, got = run("pallas_gpu", packed, k_mean)
+    want_cache, want = run("xla", packed, k_mean)
     for (out, lse), (want_out, want_lse) in zip(got, want):
         error = np.linalg.norm(out - want_out) / np.linalg.norm(want_out)
         # bf16 and f16 products against split ones.

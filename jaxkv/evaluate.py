@@ -341,7 +341,7 @@ class Evaluation:
         error = self._attention_error(case, calibration)
         sums, faults = self._compare(case, calibration, reference, on_progress)
         tokens = self.windows.shape[0] * (self.windows.shape[1] - 1)
-        loss, reference_loss, divergence, agreed, _ = sums / tokens
+        loss, reference_loss, divergence, agreed, _ = (sums / tokens).tolist()
         config = self.config(case)
         share = min(1.0, (case.exact_first + case.exact_recent) / self.windows.shape[1])
         exact_bits, bits = 16 * share, config.bits_per_element
@@ -390,8 +390,8 @@ class Evaluation:
             rows = np.concatenate(parts)[:answer_tokens]
             targets = self.windows[window, first + 1 :]
             loss, _, _, _, hits = _sums(self.model, rows, rows, targets)
-            found.append(hits == answer_tokens)
-            log_probabilities.append(-loss)
+            found.append(bool(hits == answer_tokens))
+            log_probabilities.append(-float(loss))
         recall = Recall("f32" if exact else str(case), found, log_probabilities)
         self._keep(name, recall)
         return recall

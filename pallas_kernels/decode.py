@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels._compat import plgpu, store
 from pallas_kernels.dequantize import TILE, has_row_scale
 from pallas_kernels.products import Mma, Products, Wgmma
-from pallas_kernels.stream import LAYOUT, Problem, Stream, matrix, ring_scratch
+from pallas_kernels.stream import LAYOUT, Limits, Problem, Stream, matrix, ring_scratch
 
 
 def _products(problem: Problem, interpret: bool) -> Products:
@@ -69,7 +69,7 @@ class Decode(Stream):
         slot: Any,
         previous_slot: Any,
         state: Sequence[jax.Array],
-        limits: jax.Array | None,
+        limits: Limits | None,
     ) -> tuple[jax.Array, ...]:
         running_max, scaled_max, sums, out = state
         start, bounds, keep = self._bounds(tile)

@@ -68,6 +68,7 @@ class Case:
       window: keys that a query sees, or None.
       soft_cap: bound of the scores, or None.
       num_blocks: blocks of the pool.
+      left_out: whether first and recent keys are read from elsewhere.
     """
 
     k: str
@@ -81,6 +82,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     num_blocks: int = 256
+    left_out: bool = False
 
     @property
     def name(self) -> str:
@@ -248,6 +250,7 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
     from jaxkv.codecs import pages_shapes
     from jaxkv.formats import FORMATS, SideSpec
     from pallas_kernels.paged_attention import paged_attention
+    from pallas_kernels.row_blocks import LeftOut
     from pallas_kernels.sides import Side
     from pallas_kernels.tuning import default_tuning
 
@@ -263,7 +266,7 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
         tuning = default_tuning(k_side, v_side, case.tokens * case.group, path)
     i32 = jnp.int32
     q_shape = (sequences, case.tokens, heads * case.group, case.head_dim)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         jax.ShapeDtypeStruct(q_shape, jnp.bfloat16),
         pages_shapes(case.num_blocks, heads, case.block_size, k_spec),
         pages_shapes(case.num_blocks, heads, case.block_size, v_spec),
@@ -271,10 +274,13 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
         jax.ShapeDtypeStruct((sequences,), i32),
         jax.ShapeDtypeStruct((sequences,), i32),
     )
+    if case.left_out:
+        arguments = (*arguments, *[jax.ShapeDtypeStruct((sequences,), i32)] * 2)
 
     def call(*arrays: Any) -> Any:
         return paged_attention(
-            *arrays,
+            *arrays[:6],
+            left_out=LeftOut(*arrays[6:], distance=64) if case.left_out else None,
             k_spec=k_spec,
             v_spec=v_spec,
             scale=case.head_dim**-0.5,

@@ -29,6 +29,7 @@ def attend_tiles(
     tiles: jax.Array,
     limits: jax.Array,
     factor: jax.Array,
+    lows: jax.Array | None = None,
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -45,6 +46,7 @@ def attend_tiles(
         any of the block's queries sees, and 0.
       limits: int32 [row_blocks, rows]: one past the last position a row sees; 0 for no row.
       factor: f32 [1], positive: from raw scores to scores; in base 2 unless there is a soft cap.
+      lows: int32 [row_blocks, rows], where `problem.has_lows`: the first position a row sees.
       interpret: interpreter parameters, or None to compile.
 
     Returns:
@@ -62,6 +64,9 @@ def attend_tiles(
         jax.ShapeDtypeStruct((*parts, rows), jnp.float32),
     )
     inputs = (q, *k_arrays, *v_arrays, block_tables, tiles, limits, factor)
+    if problem.has_lows:
+        assert lows is not None
+        inputs = (*inputs, lows)
     program: type[Stream] = Prefill if prefill else Decode
     scratch = prefill_scratch(problem) if prefill else decode_scratch(problem, is_interpreted)
 

@@ -17,7 +17,7 @@ from pallas_kernels.dequantize import unit
 from pallas_kernels.launch import attend_tiles
 from pallas_kernels.merge import merge_parts
 from pallas_kernels.register_order import columns_of_dims, dims_of_columns
-from pallas_kernels.row_blocks import RowBlocks
+from pallas_kernels.row_blocks import LeftOut, RowBlocks
 from pallas_kernels.sides import Side
 from pallas_kernels.stream import LOG2_E, Problem
 from pallas_kernels.tuning import Path, Tuning, check_tuning, default_tuning, splits_of
@@ -70,6 +70,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    left_out: LeftOut | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -96,6 +97,7 @@ def paged_attention(
       window: keys that a query sees, itself included; None for all.
       soft_cap: scores become cap * tanh(score / cap).
       sinks: f32 [q_heads], a logit more in each head's denominator.
+      left_out: keys that are not seen because they are read from elsewhere; None for none.
       tuning: how the kernel is built; None takes the default of these shapes.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU; None compiles.
 
@@ -137,6 +139,7 @@ def paged_attention(
         one if k_scale is None else k_scale,
         one if v_scale is None else v_scale,
         sinks,
+        left_out,
     )
 
 
@@ -168,10 +171,15 @@ def _paged_attention(
     k_scale: jax.Array,
     v_scale: jax.Array,
     sinks: jax.Array | None,
+    left_out: LeftOut | None,
 ) -> tuple[jax.Array, jax.Array]:
     num_kv_heads = k_pages.data[0].shape[1]
     blocks, problem = _plan(call, q, num_kv_heads, block_tables.shape[1], new_tokens, offsets)
-    tiles, limits = blocks.bounds(starts, call.window)
+    if left_out is not None:
+        # With neither a window nor several tokens the block's own bounds say it all.
+        has_lows = call.window is not None and not problem.one_token
+        problem = dataclasses.replace(problem, skips_first=True, has_lows=has_lows)
+    tiles, limits, lows = blocks.bounds(starts, call.window, left_out)
     # The kernel's factor is positive, so that raw scores order as scores do.
     sign, magnitude = np.sign(call.scale), abs(call.scale) or 1.0
     factor = magnitude * unit(call.k.spec) * k_scale.astype(jnp.float32)
@@ -189,6 +197,7 @@ def _paged_attention(
         tiles,
         limits,
         factor.reshape(1),
+        lows,
         interpret=call.interpret,
     )
     out, maxima, sums = parts
@@ -236,7 +245,7 @@ def _plan(
         offsets is None and tokens == 1,
         call.window,
         call.soft_cap,
-        call.has_tma,
+        has_tma=call.has_tma,
     )
     return blocks, problem
 

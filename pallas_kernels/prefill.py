@@ -19,7 +19,7 @@ from pallas_kernels._compat import plgpu, store
 from pallas_kernels.dequantize import TILE, has_row_scale
 from pallas_kernels.products import Wgmma
 from pallas_kernels.sides import Side
-from pallas_kernels.stream import LAYOUT, Problem, Stream, matrix, ring_scratch
+from pallas_kernels.stream import LAYOUT, Limits, Problem, Stream, matrix, ring_scratch
 from pallas_kernels.tuning import PREFILL_ROWS as ROWS
 
 
@@ -53,7 +53,7 @@ class Prefill(Stream):
         slot: Any,
         previous_slot: Any,
         state: Sequence[jax.Array],
-        limits: jax.Array | None,
+        limits: Limits | None,
     ) -> tuple[jax.Array, ...]:
         running_max, scaled_max, sums, out = state
         start, bounds, keep = self._bounds(tile)

@@ -14,6 +14,27 @@ import jax.numpy as jnp
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """Keys that are read from elsewhere.
+
+    Attributes:
+      first: int32 [S], keys before this position.
+      since: int32 [S]; of the keys from here on, those nearer than `distance` to the query.
+      distance: see `since`; 0 leaves out none of them.
+    """
+
+    first: jax.Array
+    since: jax.Array
+    distance: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """(first, since)."""
+        return self.first, self.since
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class RowBlocks:
     """Which rows each block holds.
 
@@ -67,27 +88,38 @@ class RowBlocks:
         num_rows = jnp.where(owner < num, all_rows[sequence], 0)
         return cls(sequence, first_row, num_rows, first_block, offsets, rows, group, None)
 
-    def bounds(self, starts: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
+    def bounds(
+        self, starts: jax.Array, window: int | None, left_out: LeftOut | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What each block and each row sees.
 
         Args:
           starts: int32 [S], tokens in each sequence before this step's.
           window: keys that a query sees, or None.
+          left_out: keys that are not seen for another reason, or None.
 
         Returns:
-          int32 [blocks, 4]: sequence, first and one past the last position seen by any row, 0; and
-          int32 [blocks, rows]: one past the last position that a row sees, 0 for padding.
+          int32 [blocks, 4]: sequence, first and one past the last position seen by any row, 0;
+          int32 [blocks, rows]: one past the last position that a row sees, 0 for padding; and
+          int32 [blocks, rows]: the first position that it sees.
         """
         row = self.first_row[:, None] + jnp.arange(self.rows, dtype=jnp.int32)
         start = starts.astype(jnp.int32)[self.sequence]
         seen = start[:, None] + row // self.group + 1
+        lows = jnp.zeros_like(seen)
+        if window is not None:
+            lows = jnp.maximum(seen - window, 0)
+        if left_out is not None:
+            first, since = (x.astype(jnp.int32)[self.sequence][:, None] for x in left_out.arrays)
+            lows = jnp.maximum(lows, first)
+            if left_out.distance:
+                seen = jnp.maximum(seen - left_out.distance, jnp.minimum(seen, since))
         limits = jnp.where(row < self.num_rows[:, None], seen, 0)
         high = limits.max(axis=1)
-        low = jnp.zeros_like(high)
-        if window is not None:
-            low = jnp.maximum(seen[:, 0] - window, 0)
-        low = jnp.minimum(low, high)
-        return jnp.stack([self.sequence, low, high, jnp.zeros_like(low)], axis=1), limits
+        # Rows are in the order of their positions.
+        low = jnp.minimum(lows[:, 0], high)
+        tiles = jnp.stack([self.sequence, low, high, jnp.zeros_like(low)], axis=1)
+        return tiles, limits, lows
 
     def split_queries(self, q: jax.Array) -> jax.Array:
         """Queries [S, T, heads, D] or [N, heads, D] as [blocks, kv_heads, rows, D]."""

@@ -29,6 +29,9 @@ LOG2_E = 1.4426950408889634
 # two, so that its product with any factor is exact, fused into a difference or not.
 LOWEST = np.float32(-(2.0**64))
 
+# Per row: one past the last position it sees; the first, where that needs an array of its own.
+Limits = tuple[jax.Array, jax.Array | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -44,6 +47,8 @@ class Problem:
       one_token: whether a block's rows all belong to one query token.
       window: keys that a query sees, itself included; None for all.
       soft_cap: bound of the scores, or None.
+      skips_first: whether sequences may leave out their first keys.
+      has_lows: whether the first key that a row sees is not its limit less the window.
       has_tma: whether the target has the copy engine of Hopper and later.
     """
 
@@ -56,7 +61,14 @@ class Problem:
     one_token: bool
     window: int | None
     soft_cap: float | None
+    skips_first: bool = False
+    has_lows: bool = False
     has_tma: bool = True
+
+    @property
+    def has_low(self) -> bool:
+        """Whether rows see no key before some position."""
+        return self.window is not None or self.skips_first
 
 
 def matrix(shape: tuple[int, int], dtype: Any) -> Any:
@@ -96,13 +108,17 @@ class Stream:
         num_k: int,
         scratch: dict[str, Any],
     ) -> None:
+        lows_ref = None
+        if problem.has_lows:
+            *inputs, lows_ref = inputs
         q_ref, *arrays, table_ref, tiles_ref, limits_ref, factor_ref = inputs
         self.problem, self.interpret, self.scratch = problem, interpret, scratch
         self.k_source, self.v_source = arrays[:num_k], arrays[num_k:]
         self.k_ring, self.v_ring = scratch["k_ring"], scratch["v_ring"]
         self.block, self.head = lax.axis_index("row_block"), lax.axis_index("head")
         self.split = lax.axis_index("split")
-        self.q_ref, self.limits_ref, self.tiles_ref = q_ref, limits_ref, tiles_ref
+        self.q_ref, self.tiles_ref = q_ref, tiles_ref
+        self.limits_ref, self.lows_ref = limits_ref, lows_ref
         self.table = table_ref.at[tiles_ref[self.block, 0]]
         self.low, self.high = tiles_ref[self.block, 1], tiles_ref[self.block, 2]
         self.factor_ref = factor_ref
@@ -118,10 +134,7 @@ class Stream:
         self._copy_query(self.q_ref.at[self.block, self.head])
         for slot in range(stages - 1):
             self._issue(first + slot, last, jnp.int32(slot))
-        limits = None
-        if not problem.one_token:
-            limits_ref = self.limits_ref.at[self.block]
-            limits = plgpu.load(limits_ref, layout=self.row_layout, optimized=False)
+        limits = None if problem.one_token else self._limits()
         self.factor, self.opaque_zero = self.factor_ref[0], self.tiles_ref[self.block, 3]
         self._wait_query()
         self._prepare()
@@ -138,6 +151,12 @@ class Stream:
         _, _, _, *results = lax.fori_loop(first, last, step, carry)
         self._write(count, results, outputs)
 
+    def _limits(self) -> Limits:
+        def load(ref: Any) -> jax.Array:
+            return plgpu.load(ref.at[self.block], layout=self.row_layout, optimized=False)
+
+        return load(self.limits_ref), None if self.lows_ref is None else load(self.lows_ref)
+
     def _prepare(self) -> None:
         """Runs once, when the queries have arrived."""
 
@@ -152,7 +171,7 @@ class Stream:
         slot: Any,
         previous_slot: Any,
         state: Sequence[jax.Array],
-        limits: jax.Array | None,
+        limits: Limits | None,
     ) -> tuple[jax.Array, ...]:
         """One tile of the online softmax: (running max, its exponent, sums, output)."""
         raise NotImplementedError
@@ -228,8 +247,8 @@ class Stream:
         """First position of a tile; the rows (low, high) seen by any query; those V must keep."""
         start = tile * TILE
         low, high = self.low - start, self.high - start
-        # Without a window every tile's first row is seen.
-        return start, (low, high), (None if self.problem.window is None else low, high)
+        # Otherwise every tile's first row is seen.
+        return start, (low, high), (low if self.problem.has_low else None, high)
 
     def _mask(
         self,
@@ -237,17 +256,24 @@ class Stream:
         token_axis: int,
         bounds: tuple[Any, Any],
         start: Any,
-        limits: jax.Array | None,
+        limits: Limits | None,
     ) -> jax.Array:
-        """-inf where a query does not see a key: beyond its own position, or before its window."""
+        """-inf where a query does not see a key: beyond its limit, or before its first."""
+
+        def in_tile(of_rows: jax.Array) -> jax.Array:
+            return lax.broadcast_in_dim(of_rows, scores.shape, (1 - token_axis,)) - start
+
         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, token_axis, layout=LAYOUT)
-        if limits is None:  # All rows are one token's: they see the same keys.
-            oldest, limit = bounds
-        else:
-            limit = lax.broadcast_in_dim(limits, scores.shape, (1 - token_axis,)) - start
-            oldest = limit - (self.problem.window or 0)
+        # Rows of one token see the same keys, and so do all rows of a sequence's first keys.
+        oldest, limit = bounds
+        if limits is not None:
+            limit = in_tile(limits[0])
+            if limits[1] is not None:
+                oldest = in_tile(limits[1])
+            elif self.problem.window is not None:
+                oldest = limit - self.problem.window
         scores = jnp.where(token < limit, scores, -jnp.inf)
-        if self.problem.window is not None:
+        if self.problem.has_low:
             scores = jnp.where(token >= oldest, scores, -jnp.inf)
         return scores
 

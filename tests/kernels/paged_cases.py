@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv.codecs import Pages, decode_pages, encode_rows
 from jaxkv.formats import FORMATS, SideSpec
 from pallas_kernels import paged_attention
+from pallas_kernels.row_blocks import LeftOut
 
 # Scores and weights pass through the sides' 16-bit types; values are about 1.
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1.5e-3}
@@ -70,6 +71,9 @@ class Problem:
     has_sinks: bool = False
     packed: bool = False
     scale: float | None = None
+    # Per sequence (first, since), and the distance: keys that are read from elsewhere.
+    left_out: tuple[tuple[int, int], ...] | None = None
+    distance: int = 0
     seed: int = 0
 
 
@@ -143,10 +147,18 @@ def run(problem: Problem, arrays: Arrays, tuning: Any = None) -> tuple[np.ndarra
         window=problem.window,
         soft_cap=problem.soft_cap,
         sinks=arrays.sinks,
+        left_out=_left_out(problem),
         tuning=tuning,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     return np.asarray(out), np.asarray(lse)
+
+
+def _left_out(problem: Problem) -> LeftOut | None:
+    if problem.left_out is None:
+        return None
+    first, since = (jnp.asarray(x, jnp.int32) for x in zip(*problem.left_out))
+    return LeftOut(first, since, problem.distance)
 
 
 def _scale(problem: Problem) -> float:
@@ -167,6 +179,12 @@ def oracle(problem: Problem, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
             position = start + t
             oldest = 0 if problem.window is None else max(0, position - problem.window + 1)
             at = np.arange(oldest, position + 1)
+            if problem.left_out is not None:
+                leave, since = problem.left_out[s]
+                at = at[at >= leave]
+                at = at[(position - at >= problem.distance) | (at < since)]
+            if not at.size:
+                continue
             blocks = np.asarray(arrays.tables)[s, at // problem.block_size]
             for h in range(problem.heads * problem.group):
                 slots = (blocks, h // problem.group, at % problem.block_size)

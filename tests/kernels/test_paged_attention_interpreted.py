@@ -125,6 +125,23 @@ def test_packed_queries(new_tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("window", [None, 60])
+def test_keys_read_from_elsewhere_are_left_out(window, tokens):
+    """The first sequence keeps some keys, the second none, the third's exact ones begin late."""
+    problem = Problem(
+        **sides("fp8", "bf16"),
+        starts=(90, 5, 40),
+        new_tokens=(tokens,) * 3,
+        tokens=tokens,
+        window=window,
+        left_out=((2, 0), (4, 0), (0, 38)),
+        distance=20,
+    )
+    check(problem)
+
+
+@pytest.mark.slow
 def test_negative_and_zero_scales():
     for scale in (-0.3, 0.0):
         check(Problem(**sides("bf16"), starts=(20,), new_tokens=(1,), scale=scale))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.merge import merge_parts
-from pallas_kernels.row_blocks import RowBlocks
+from pallas_kernels.row_blocks import LeftOut, RowBlocks
 from pallas_kernels.tuning import Tuning, splits_of
 
 
@@ -57,10 +57,20 @@ def test_packed_queries_split_and_join(rows):
 
 def test_bounds_follow_positions_and_the_window():
     blocks = RowBlocks.padded(jnp.asarray([3, 0, 1]), 3, 2, 8)
-    tiles, limits = blocks.bounds(jnp.asarray([100, 50, 0]), window=40)
+    tiles, limits, _ = blocks.bounds(jnp.asarray([100, 50, 0]), window=40)
     np.testing.assert_array_equal(tiles, [[0, 61, 103, 0], [1, 0, 0, 0], [2, 0, 1, 0]])
     np.testing.assert_array_equal(limits[0], [101, 101, 102, 102, 103, 103, 0, 0])
     np.testing.assert_array_equal(limits[1], np.zeros(8))
+
+
+def test_bounds_leave_out_what_is_read_from_elsewhere():
+    blocks = RowBlocks.padded(jnp.asarray([3, 1]), 3, 2, 8)
+    left_out = LeftOut(jnp.asarray([4, 0]), jnp.asarray([0, 48]), distance=10)
+    tiles, limits, lows = blocks.bounds(jnp.asarray([100, 50]), 93, left_out)
+    # The second sequence's exact tokens begin at 48: from there on ten are left out, here three.
+    np.testing.assert_array_equal(tiles, [[0, 8, 93, 0], [1, 0, 48, 0]])
+    np.testing.assert_array_equal(limits[0], [91, 91, 92, 92, 93, 93, 0, 0])
+    np.testing.assert_array_equal(lows[0, :6], [8, 8, 9, 9, 10, 10])
 
 
 @pytest.mark.parametrize("table_tokens", [64, 2048, 32768, 131072])

@@ -280,7 +280,7 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
     def call(*arrays: Any) -> Any:
         return paged_attention(
             *arrays[:6],
-            left_out=LeftOut(*arrays[6:], distance=64) if case.left_out else None,
+            left_out=LeftOut(arrays[6], arrays[7], 64) if case.left_out else None,
             k_spec=k_spec,
             v_spec=v_spec,
             scale=case.head_dim**-0.5,

@@ -38,8 +38,9 @@ PORTABLE = [Case(f, f, path="mma") for f in FORMATS]
 
 
 @pytest.fixture(scope="module")
-def hopper():
-    return dict(zip(CASES, inspect_cases(CASES, "sm_90a", HERE / "targets/sm_90a.txtpb")))
+def hopper(once):
+    target = HERE / "targets/sm_90a.txtpb"
+    return dict(zip(CASES, once("attention", lambda: inspect_cases(CASES, "sm_90a", target))))
 
 
 @pytest.mark.slow

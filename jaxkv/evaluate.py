@@ -246,7 +246,8 @@ class Evaluation:
       calibration_tokens: int32 [n], for cases that need a calibration; other text than the windows.
       chunk: most tokens that a step appends to a window.
       batch: windows in one cache.
-      directory: where results are kept, a file for each case, and found again; None keeps nothing.
+      directory: where results are kept, a file for each case, and found again, and beside them what
+        the model said in full precision; None keeps nothing.
     """
 
     def __init__(
@@ -312,10 +313,34 @@ class Evaluation:
                 raise ValueError(f"calibration_tokens: got none, but {case} needs some")
             starts = range(0, len(self._calibration_tokens), _CALIBRATION_BATCH)
             batches = [self._calibration_tokens[s : s + _CALIBRATION_BATCH] for s in starts]
-            self._calibrations[center] = calibrate(
-                self.model, self.config("bf16"), batches, center_keys=center
+            self._calibrations[center] = self._kept(
+                f"calibration-{kind}",
+                "npz",
+                lambda: calibrate(self.model, self.config("bf16"), batches, center_keys=center),
+                lambda path, calibration: calibration.save(path),
+                Calibration.load,
             )
         return self._calibrations[center]
+
+    def _kept(
+        self,
+        name: str,
+        suffix: str,
+        make: Callable[[], Any],
+        save: Callable[[Path, Any], None],
+        load: Callable[[Path], Any],
+    ) -> Any:
+        """What `make` returns, from the directory if it is there."""
+        path = self._path(name, suffix)
+        if path is not None and path.exists():
+            return load(path)
+        made = make()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"partial-{path.name}")
+            save(partial, made)
+            os.replace(partial, path)
+        return made
 
     def find(self, case: str | Case) -> Result | None:
         """The result that the directory holds for a case, if any."""
@@ -396,8 +421,8 @@ class Evaluation:
         self._keep(name, recall)
         return recall
 
-    def _path(self, name: str) -> Path | None:
-        return None if self._directory is None else self._directory / f"{name}.{self.key}.json"
+    def _path(self, name: str, suffix: str = "json") -> Path | None:
+        return None if self._directory is None else self._directory / f"{name}.{self.key}.{suffix}"
 
     def _find(self, name: str) -> dict[str, Any] | None:
         path = self._path(name)
@@ -406,18 +431,23 @@ class Evaluation:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def _keep(self, name: str, result: Result | Recall) -> None:
-        path = self._path(name)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(result), indent=1), encoding="utf-8")
-        os.replace(partial, path)
+        text = json.dumps(dataclasses.asdict(result), indent=1)
+        self._kept(
+            name,
+            "json",
+            lambda: text,
+            _write_text,
+            _read_text,
+        )
 
     @functools.cached_property
     def _reference(self) -> list[np.ndarray]:
         """What the output layer reads in full precision, [T, n] of each window."""
-        return [np.asarray(_uncached(self.model, window[None])[0]) for window in self.windows]
+
+        def measure() -> np.ndarray:
+            return np.stack([np.asarray(_uncached(self.model, w[None])[0]) for w in self.windows])
+
+        return list(self._kept("reference", "npy", measure, np.save, np.load))
 
     @functools.cached_property
     def _projections(self) -> list[tuple[jax.Array, ...]]:
@@ -481,6 +511,14 @@ class Evaluation:
             cache = write(cache, layer, k, v, plan)
             errors.append(_relative_error(attend(cache, layer, q, plan), _exact(q, k, v)))
         return float(np.mean(errors))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _has_parts(model: Any) -> bool:

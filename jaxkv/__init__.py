@@ -32,6 +32,7 @@ from jaxkv.formats import Format, SideSpec, StorageFormat
 from jaxkv.prefix import PrefixCache, PrefixStatistics
 from jaxkv.qkv import write_qkv
 from jaxkv.render import PoolPicture, render
+from jaxkv.scheduler import Scheduler
 from jaxkv.sequences import Refusal, StepPlan
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PrefixCache",
     "PrefixStatistics",
     "Refusal",
+    "Scheduler",
     "SideSpec",
     "StepPlan",
     "StorageFormat",

@@ -98,6 +98,16 @@ class PrefixCache:
             f"{s.tokens_reused} tokens reused, {s.evictions} evictions)"
         )
 
+    def match(self, tokens: ArrayLike | Sequence[int]) -> int:
+        """How many tokens of a prompt, int [n], `attach` would find. Asks no device.
+
+        Raises:
+          ValueError: no tokens.
+        """
+        prompt = _as_prompt(tokens)
+        known = sum(1 for _ in self._walk(prompt)) * self.config.block_size
+        return min(known, len(prompt) - 1)
+
     def attach(
         self, cache: PagedCache, slot: int, tokens: ArrayLike | Sequence[int]
     ) -> tuple[PagedCache, int]:
@@ -242,12 +252,7 @@ class PrefixCache:
             raise CacheError("cache: its config is not the one this prefix cache was made for")
         if not 0 <= slot < self.config.max_sequences:
             raise ValueError(f"slot: got {slot}, expected 0 to {self.config.max_sequences - 1}")
-        prompt = np.asarray(tokens)
-        if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
-            raise ValueError(
-                f"tokens: got {prompt.dtype}{list(prompt.shape)}, expected integers [n], n >= 1"
-            )
-        return prompt.astype(np.int64)
+        return _as_prompt(tokens)
 
     def _walk(self, prompt: np.ndarray) -> Iterator[_Node]:
         """Nodes of the prompt's full blocks, from the root, as far as the tree knows them."""
@@ -287,6 +292,15 @@ class PrefixCache:
         if len(ids) == 0:
             return cache
         return dataclasses.replace(cache, pool=verb(cache.pool, _padded(ids)))
+
+
+def _as_prompt(tokens: ArrayLike | Sequence[int]) -> np.ndarray:
+    prompt = np.asarray(tokens)
+    if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
+        raise ValueError(
+            f"tokens: got {prompt.dtype}{list(prompt.shape)}, expected integers [n], n >= 1"
+        )
+    return prompt.astype(np.int64)
 
 
 def _chain(parent: bytes, tokens: bytes) -> bytes:

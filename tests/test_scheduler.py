@@ -1,0 +1,258 @@
+"""Requests in company are answered as they are alone, and nothing leaks or starves."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxkv
+import jaxkv.scheduler
+from jaxkv.models import Llama, LlamaConfig
+from jaxkv.scheduler import Scheduler
+
+MODEL = LlamaConfig(
+    vocab_size=61,
+    num_layers=2,
+    features=32,
+    mlp_features=48,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    tie_embeddings=False,
+)
+# Requests of up to 9 blocks; three at once do not fit.
+CONFIG = MODEL.cache_config(
+    format="f16", block_size=8, num_blocks=14, max_sequences=4, max_blocks_per_sequence=12
+)
+NEW = 30
+_rng = np.random.default_rng(0)
+SYSTEM = _rng.integers(0, 61, 32).tolist()
+PROMPTS = [_rng.integers(0, 61, n).tolist() for n in (3, 20, 33, 16, 40, 1)]
+CHATS = [SYSTEM + prompt for prompt in PROMPTS[:4]] + [SYSTEM, SYSTEM[:20]]
+
+
+@functools.cache
+def tiny_model():
+    model = Llama(MODEL, rngs=nnx.Rngs(3))
+    model.head[...] = 4 * model.head[...]
+    return model
+
+
+def make(config=CONFIG, **options):
+    return Scheduler(tiny_model(), jaxkv.init(config), chunk=16, **options)
+
+
+@functools.cache
+def _alone(prompt, config):
+    scheduler = make(config)
+    scheduler.submit(prompt, NEW)
+    return scheduler.run()[0]
+
+
+def alone(prompt, config=CONFIG):
+    return _alone(tuple(prompt), config)
+
+
+def run_in(order, prompts, scheduler, pause=2):
+    """Submits in an order, some steps apart; answers by prompt."""
+    numbers = {}
+    for i in order:
+        numbers[i] = scheduler.submit(prompts[i], NEW)
+        for _ in range(pause):
+            scheduler.step()
+    answers = scheduler.run()
+    return [answers[numbers[i]] for i in range(len(prompts))]
+
+
+def assert_clean(scheduler, held=0):
+    """Nothing is left behind, and the host's count of free blocks was right to the end."""
+    cache = scheduler.cache
+    assert cache.lengths.tolist() == [0] * 4
+    assert int(cache.num_free_blocks) == scheduler.num_free_blocks == cache.config.num_blocks - held
+    assert jaxkv.report(cache) == "no faults"
+
+
+def test_an_answer_is_the_likeliest_continuation():
+    model = tiny_model()
+    prompt = PROMPTS[1]
+    tokens = jnp.zeros(64, jnp.int32).at[: len(prompt)].set(jnp.asarray(prompt))
+
+    @jax.jit
+    def greedy(tokens):
+        def body(i, tokens):
+            return tokens.at[i].set(jnp.argmax(model(tokens[None])[0, i - 1]).astype(jnp.int32))
+
+        return jax.lax.fori_loop(len(prompt), len(prompt) + 8, body, tokens)
+
+    assert alone(prompt)[:8] == greedy(tokens)[len(prompt) :][:8].tolist()
+
+
+@pytest.mark.parametrize("order", [range(6), (5, 2, 0, 4, 3, 1)])
+def test_company_and_recomputing_change_nothing(order):
+    scheduler = make()
+    answers = run_in(order, PROMPTS, scheduler)
+    s = scheduler.statistics
+    assert s.recomputes > 0 and s.tokens_recomputed > 0
+    if s.near_ties == 0:
+        assert answers == [alone(p) for p in PROMPTS]
+    assert (s.flips, s.near_ties) == (0, 0)
+    assert 0 < s.rounding < 1e-2
+    assert_clean(scheduler)
+
+
+def test_all_of_it_is_one_compiled_step():
+    make().run()
+    alone(PROMPTS[0])
+    before = jaxkv.scheduler._step._cache_size()
+    run_in(range(6), CHATS, make(prefix=jaxkv.PrefixCache(CONFIG)), pause=1)
+    assert jaxkv.scheduler._step._cache_size() == before
+
+
+@pytest.mark.parametrize("order", [range(6), (4, 0, 5, 3, 1, 2)])
+def test_sharing_a_prefix_changes_nothing(order):
+    prefix = jaxkv.PrefixCache(CONFIG)
+    scheduler = make(prefix=prefix)
+    assert run_in(order, CHATS, scheduler, pause=0) == [alone(p) for p in CHATS]
+    # Five share two chunks; a prompt of 32 tokens must compute its last chunk, one of 20 too.
+    assert scheduler.statistics.tokens_reused >= 3 * 32 + 16
+    assert prefix.statistics.evictions > 0
+    assert_clean(scheduler, held=len(prefix))
+    scheduler.cache = prefix.clear(scheduler.cache)
+    assert int(scheduler.cache.num_free_blocks) == CONFIG.num_blocks
+
+
+def test_the_oldest_is_never_preempted_and_the_rest_keep_their_order(monkeypatch):
+    preempted = []
+    original = Scheduler._preempt
+
+    def spy(self, request):
+        preempted.append((request.id, [r.id for r in self._running]))
+        original(self, request)
+
+    monkeypatch.setattr(Scheduler, "_preempt", spy)
+    scheduler = make()
+    ends = []
+    for prompt in PROMPTS * 3:
+        scheduler.submit(prompt, NEW)
+    while not scheduler.is_idle:
+        ends += [e.request for e in scheduler.step() if e.is_last]
+    assert preempted
+    assert all(victim == max(running) > min(running) for victim, running in preempted)
+    assert sorted(ends) == list(range(18))
+    # Nobody is overtaken by more than those who run at once.
+    assert max(abs(place - number) for place, number in enumerate(ends)) <= 4
+
+
+def test_a_step_is_read_after_the_next_is_sent_off():
+    scheduler = make()
+    scheduler.submit(PROMPTS[0], 4)
+    counts = []
+    while not scheduler.is_idle:
+        emitted = scheduler.step()
+        counts.append((scheduler.statistics.steps, len(emitted)))
+    assert counts == [(1, 0), (2, 1), (3, 1), (4, 1), (4, 1)]
+
+
+def test_a_stop_token_ends_an_answer_and_frees_its_blocks():
+    answer = alone(PROMPTS[0])
+    stop = answer[5]
+    scheduler = make()
+    scheduler.submit(PROMPTS[0], NEW, stop_tokens=(stop,))
+    emitted = []
+    while not scheduler.is_idle:
+        emitted += scheduler.step()
+    assert [e.token for e in emitted] == answer[: answer.index(stop) + 1]
+    assert [e.is_last for e in emitted] == [False] * (len(emitted) - 1) + [True]
+    assert_clean(scheduler)
+
+
+def test_a_cancelled_request_leaves_nothing_behind():
+    scheduler = make()
+    numbers = [scheduler.submit(prompt, NEW) for prompt in PROMPTS]
+    for _ in range(6):
+        scheduler.step()
+    for number in (0, 1, 5):
+        scheduler.cancel(number)
+    answers = scheduler.run()
+    assert [answers[n] for n in (2, 3, 4)] == [alone(PROMPTS[i]) for i in (2, 3, 4)]
+    assert len(answers[numbers[0]]) < NEW
+    assert_clean(scheduler)
+
+
+def test_blocks_taken_by_others_are_noticed_and_lived_with():
+    scheduler = make()
+    # Another user of the same cache, in a slot of its own.
+    cache, _ = jaxkv.reserve(scheduler.cache, [0, 0, 0, 1])
+    scheduler = Scheduler(tiny_model(), cache, chunk=16)
+    numbers = [scheduler.submit(prompt, NEW) for prompt in PROMPTS]
+    for _ in range(5):
+        scheduler.step()
+    scheduler.cache, plan = jaxkv.reserve(scheduler.cache, [0, 0, 0, 30], max_new_tokens=30)
+    assert plan.granted[3]
+    answers = scheduler.run()
+    assert [answers[n] for n in numbers] == [alone(prompt) for prompt in PROMPTS]
+    assert scheduler.cache.lengths.tolist() == [0, 0, 0, 31]
+    assert int(scheduler.cache.num_free_blocks) == CONFIG.num_blocks - 4
+
+
+def test_too_few_blocks_for_anyone_is_an_error_that_can_be_mended():
+    cache, _ = jaxkv.reserve(jaxkv.init(CONFIG), [0, 0, 0, 80], max_new_tokens=80)
+    scheduler = Scheduler(tiny_model(), cache, chunk=16)
+    scheduler.submit(PROMPTS[4], NEW)
+    with pytest.raises(jaxkv.CacheError, match="request 0: needs 6 blocks and 4 are free"):
+        scheduler.run()
+    scheduler.cache = jaxkv.release(scheduler.cache, np.arange(4) == 3)
+    scheduler.resynchronize()
+    assert scheduler.run() == {0: alone(PROMPTS[4])}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Scheduler(None, jaxkv.init(CONFIG), chunk=12), "chunk: got 12, expected a mult"),
+        (lambda: make(tokens_per_step=18), "tokens_per_step: got 18, expected at least 19"),
+        (lambda: make().submit([]), "prompt: expected at least one token"),
+        (lambda: make().submit([1, -2]), "none negative"),
+        (lambda: make().submit([1], 0), "max_new_tokens: got 0"),
+        (lambda: make().submit([1] * 90, 8), "90 and 8 make 97 tokens"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["int8", "turbo4", "fp8k_turbo4v"])
+def test_formats_share_and_preempt_alike(fmt):
+    config = dataclasses.replace(CONFIG, format=fmt)
+    prefix = jaxkv.PrefixCache(config)
+    scheduler = make(config, prefix=prefix)
+    answers = run_in((1, 4, 0, 5, 2, 3), CHATS, scheduler, pause=1)
+    differ = sum(a != alone(p, config) for a, p in zip(answers, CHATS))
+    assert differ <= scheduler.statistics.near_ties
+    assert_clean(scheduler, held=len(prefix))
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_arrival_order_and_pace(data):
+    prompts = PROMPTS + CHATS
+    prefix = jaxkv.PrefixCache(CONFIG) if data.draw(st.booleans()) else None
+    scheduler = make(prefix=prefix)
+    numbers = {}
+    for i in data.draw(st.permutations(range(len(prompts)))):
+        numbers[i] = scheduler.submit(prompts[i], NEW)
+        for _ in range(data.draw(st.integers(0, 8))):
+            scheduler.step()
+    answers = scheduler.run()
+    differ = sum(answers[n] != alone(prompts[i]) for i, n in numbers.items())
+    assert differ <= scheduler.statistics.near_ties
+    assert_clean(scheduler, held=0 if prefix is None else len(prefix))

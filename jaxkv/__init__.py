@@ -34,9 +34,12 @@ from jaxkv.qkv import write_qkv
 from jaxkv.render import PoolPicture, render
 from jaxkv.scheduler import Scheduler
 from jaxkv.sequences import Refusal, StepPlan
+from jaxkv.store import BlockStore
+from jaxkv.swap import swap_in, swap_out
 
 __all__ = [
     "BlockPool",
+    "BlockStore",
     "CacheConfig",
     "CacheError",
     "Calibration",
@@ -78,6 +81,8 @@ __all__ = [
     "reserve",
     "save",
     "supports",
+    "swap_in",
+    "swap_out",
     "trace",
     "trim",
     "write",

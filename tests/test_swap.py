@@ -1,0 +1,183 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import fast_only
+
+import jaxkv
+from jaxkv.formats import FORMATS
+
+S, BLOCK, BLOCKS, COLUMNS = 3, 8, 12, 6
+
+
+def config_of(name="turbo3", **options):
+    return jaxkv.CacheConfig(
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=64,
+        block_size=BLOCK,
+        max_sequences=S,
+        max_blocks_per_sequence=COLUMNS,
+        format=name,
+        **{"num_blocks": BLOCKS, "layer_formats": ("bf16",), **options},
+    )
+
+
+def noise(array, seed):
+    raw = np.random.default_rng(seed).integers(0, 256, array.nbytes, np.uint8)
+    return jnp.asarray(raw.view(array.dtype).reshape(array.shape))
+
+
+def filled(config, **scales):
+    """A cache whose pages hold random bytes: NaN, infinities and all."""
+    cache = jaxkv.init(config, **scales)
+    leaves, tree = jax.tree.flatten(cache.layers)
+    leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
+    return dataclasses.replace(cache, layers=jax.tree.unflatten(tree, leaves))
+
+
+append = jax.jit(functools.partial(jaxkv.reserve, max_new_tokens=BLOCK * COLUMNS))
+
+
+def with_lengths(cache, lengths):
+    cache, plan = append(cache, jnp.asarray(lengths, jnp.int32))
+    assert plan.granted.all()
+    return cache
+
+
+def contents(cache, slot):
+    """Raw bytes of a sequence, in all layers, by column."""
+    used = -(-int(cache.lengths[slot]) // BLOCK)
+    ids = np.asarray(cache.block_tables[slot, :used])
+    return [
+        np.asarray(leaf)[ids].tobytes() for leaf in jax.tree.leaves(jax.device_get(cache.layers))
+    ]
+
+
+def assert_no_leak(cache, extra=()):
+    tables = np.asarray(cache.block_tables)
+    held = np.concatenate([tables[tables >= 0], np.asarray(extra, np.int32)])
+    counts = np.bincount(held, minlength=cache.config.num_blocks)
+    np.testing.assert_array_equal(np.asarray(cache.pool.counts), counts)
+    free = np.asarray(cache.pool.free_blocks)[: int(cache.num_free_blocks)]
+    assert sorted(free.tolist()) == np.flatnonzero(counts == 0).tolist()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, tmp_path):
+    store = jaxkv.BlockStore(None if request.param == "memory" else tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("name", fast_only([*FORMATS, "fp8k_turbo4v"], ["fp8k_turbo4v", "turbo3"]))
+def test_a_sequence_comes_back_byte_for_byte_in_other_blocks_and_another_slot(name, store):
+    cache = with_lengths(filled(config_of(name)), [5, 29, 8])
+    want, old = contents(cache, 1), np.asarray(cache.block_tables[1, :4])
+    cache = jaxkv.swap_out(cache, 1, store)
+    assert cache.lengths.tolist() == [5, 0, 8] and int(cache.num_free_blocks) == BLOCKS - 2
+    assert store.keys == (1,)
+    cache = with_lengths(cache, [0, 33, 0])  # takes the blocks that were left
+    cache = jaxkv.release(cache, jnp.asarray([True, False, False]))
+    cache = jaxkv.swap_in(cache, 0, store, key=1)
+    assert contents(cache, 0) == want
+    assert not set(np.asarray(cache.block_tables[0, :4]).tolist()) & set(old.tolist())
+    assert cache.lengths.tolist() == [29, 33, 8] and store.nbytes == 0
+    assert_no_leak(cache)
+
+
+def test_shared_blocks_are_copied_out_and_merely_released():
+    store = jaxkv.BlockStore()
+    cache = with_lengths(filled(config_of()), [20, 0, 0])
+    cache = jaxkv.fork(cache, jnp.asarray([0]), jnp.asarray([2]))
+    want = contents(cache, 0)
+    cache = jaxkv.swap_out(cache, 2, store, key="child")
+    assert int(cache.num_free_blocks) == BLOCKS - 3 and contents(cache, 0) == want
+    cache = jaxkv.swap_in(cache, 2, store, key="child")
+    assert contents(cache, 2) == want and int(cache.num_free_blocks) == BLOCKS - 6
+    assert_no_leak(cache)
+
+
+def test_many_blocks_move_in_several_programs():
+    config = config_of("int8", num_blocks=200, max_blocks_per_sequence=150)
+    cache = filled(config)
+    cache, _ = jaxkv.reserve(cache, jnp.asarray([140 * BLOCK, 0, 0]), max_new_tokens=140 * BLOCK)
+    want = contents(cache, 0)
+    store = jaxkv.BlockStore()
+    cache = jaxkv.swap_in(jaxkv.swap_out(cache, 0, store), 0, store)
+    assert contents(cache, 0) == want
+    assert_no_leak(cache)
+
+
+def test_without_room_nothing_changes(store):
+    cache = jaxkv.swap_out(with_lengths(filled(config_of()), [40, 8, 0]), 0, store)
+    cache = with_lengths(cache, [0, 40, 40])
+    before = jax.device_get(cache)
+    with pytest.raises(jaxkv.CacheError, match="needs 5 free blocks, there are 1"):
+        jaxkv.swap_in(cache, 0, store)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache), before)
+    assert store.keys == (0,)
+    cache = jaxkv.release(cache, jnp.asarray([False, False, True]))
+    cache = jaxkv.swap_in(cache, 0, store)
+    assert cache.lengths.tolist() == [40, 48, 0]
+
+
+def test_a_full_store_leaves_the_sequence_where_it_is(tmp_path):
+    cache = with_lengths(filled(config_of()), [40, 8, 0])
+    for store in (jaxkv.BlockStore(max_bytes=1000), jaxkv.BlockStore(tmp_path, max_bytes=1000)):
+        with pytest.raises(jaxkv.CacheError, match="full"):
+            jaxkv.swap_out(cache, 0, store)
+        assert store.nbytes == 0
+    assert cache.lengths.tolist() == [40, 8, 0]
+
+
+def test_another_process_and_another_pool_take_the_sequence(tmp_path):
+    cache = with_lengths(filled(config_of()), [29, 0, 0])
+    want = contents(cache, 0)
+    store = jaxkv.BlockStore(tmp_path)
+    jaxkv.swap_out(cache, 0, store, key="talk")
+    store.close()
+    store = jaxkv.BlockStore(tmp_path)
+    other = jaxkv.init(config_of(num_blocks=40, debug=True))
+    other = jaxkv.swap_in(other, 2, store, key="talk")
+    assert contents(other, 2) == want
+
+
+def test_bytes_that_mean_something_else_are_refused():
+    store = jaxkv.BlockStore()
+    cache = with_lengths(filled(config_of("fp8"), k_scales=0.5), [20, 0, 0])
+    jaxkv.swap_out(cache, 0, store)
+    with pytest.raises(jaxkv.CacheError, match="other fp8 scales"):
+        jaxkv.swap_in(jaxkv.init(config_of("fp8")), 0, store)
+    for config in (
+        config_of("int8"),
+        config_of("fp8", layer_formats=()),
+        dataclasses.replace(config_of("fp8"), encoding="reference"),
+    ):
+        with pytest.raises(jaxkv.CacheError, match="stored by a cache of"):
+            jaxkv.swap_in(jaxkv.init(config, k_scales=0.5), 0, store)
+    small = config_of("fp8", max_blocks_per_sequence=2)
+    with pytest.raises(jaxkv.CacheError, match="takes 3 columns"):
+        jaxkv.swap_in(jaxkv.init(small, k_scales=0.5), 0, store)
+    jaxkv.swap_in(jaxkv.init(config_of("fp8"), k_scales=0.5), 0, store)
+
+
+def test_what_cannot_be_is_refused_by_name():
+    store = jaxkv.BlockStore()
+    cache = with_lengths(jaxkv.init(config_of()), [20, 3, 0])
+    with pytest.raises(ValueError, match="slot: got 3"):
+        jaxkv.swap_out(cache, 3, store)
+    with pytest.raises(ValueError, match="holds no tokens"):
+        jaxkv.swap_out(cache, 2, store)
+    with pytest.raises(jaxkv.CacheError, match="no such entry"):
+        jaxkv.swap_in(cache, 2, store)
+    cache = jaxkv.swap_out(cache, 0, store)
+    with pytest.raises(ValueError, match="slot: 1 holds 3 tokens"):
+        jaxkv.swap_in(cache, 1, store, key=0)
+    with pytest.raises(jaxkv.CacheError, match="another key"):
+        jaxkv.swap_out(cache, 1, store, key=0)
+    with pytest.raises(ValueError, match="closed"):
+        jaxkv.swap_out(jaxkv.close(cache), 1, store)

@@ -35,7 +35,7 @@ from jaxkv.render import PoolPicture, render
 from jaxkv.scheduler import Scheduler
 from jaxkv.sequences import Refusal, StepPlan
 from jaxkv.store import BlockStore
-from jaxkv.swap import swap_in, swap_out
+from jaxkv.swap import offload, swap_in, swap_out
 
 __all__ = [
     "BlockPool",
@@ -74,6 +74,7 @@ __all__ = [
     "init",
     "init_contiguous",
     "load",
+    "offload",
     "release",
     "render",
     "reorder",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxkv import attention_xla
+from jaxkv import attention_stored, attention_xla
+from jaxkv._xla.merge import merge_partials
+from jaxkv.attention_stored import PageSource
 from jaxkv.attention_xla import KeyRange, Queries
 from jaxkv.codecs import Pages, pages_shapes, rotate, unrotate
 from jaxkv.formats import SideSpec
@@ -34,6 +36,9 @@ def attend_pages(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    stored: PageSource | None = None,
+    layer: int = 0,
+    keep_first: int = 0,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of a step's queries over the pages of one layer.
 
@@ -60,6 +65,10 @@ def attend_pages(
         Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
       return_lse: whether to return the log-sum-exp too.
       implementation: "xla", "pallas_gpu", or None for "xla".
+      stored: where the blocks are that table entries below -1 name; None where there are none.
+        Only "xla" reads them.
+      layer: which layer of a stored block to read.
+      keep_first: keys 0 to keep_first - 1 are seen whatever the window. Only "xla" sees them.
 
     Returns:
       out, as q with v_head_dim last, in q's dtype: 0 for queries that the plan does not hold.
@@ -82,6 +91,11 @@ def attend_pages(
     if k_mean is not None and (return_lse or sinks is not None or cap is not None):
         shift = _score_shift(q, k_mean, factor)
     if _chosen(implementation) == "pallas_gpu":
+        if stored is not None or keep_first:
+            raise NotImplementedError(
+                "implementation: 'pallas_gpu' reads neither stored blocks nor keep_first tokens "
+                "behind the window, pass 'xla' or None"
+            )
         out, lse = _attend_pallas_gpu(
             q,
             k_pages,
@@ -105,6 +119,10 @@ def attend_pages(
         offsets=plan.offsets,
         max_tokens=plan.max_new_tokens,
     )
+    if stored is not None:
+        first = attention_stored.first_resident_keys(plan.block_tables, k_pages.block_size)
+        reach = (first, jnp.full_like(first, jnp.iinfo(jnp.int32).max))
+        queries = dataclasses.replace(queries, reach=reach)
     out, lse = _attend_xla(
         q,
         k_pages,
@@ -116,9 +134,11 @@ def attend_pages(
         cap,
         sinks,
         shift,
+        None if stored is None else jnp.int32(layer),
         k_spec=k_spec,
         v_spec=v_spec,
-        keys=KeyRange(window=window),
+        keys=_key_ranges(window, keep_first),
+        stored=stored,
     )
     return (out, lse) if return_lse else out
 
@@ -128,6 +148,14 @@ def _score_shift(q: jax.Array, k_mean: jax.Array, scale: jax.Array) -> jax.Array
     rows = q.astype(jnp.float32).reshape(*q.shape[:-2], k_mean.shape[0], -1, q.shape[-1])
     product = jnp.einsum("...hgd,hd->...hg", rows, k_mean, precision=jax.lax.Precision.HIGHEST)
     return scale * product.reshape(q.shape[:-1])
+
+
+def _key_ranges(window: int | None, keep_first: int) -> tuple[KeyRange, ...]:
+    """Disjoint ranges of keys that a query sees, the first kept ones behind its window last."""
+    inside = KeyRange(window=window)
+    if window is None or keep_first == 0:
+        return (inside,)
+    return inside, KeyRange(distance=window, end=keep_first)
 
 
 @jax.custom_jvp
@@ -143,45 +171,7 @@ def _raise_on_gradients(primals: object, tangents: object) -> tuple[jax.Array, j
     )
 
 
-def merge_partials(
-    parts: Sequence[tuple[jax.Array, jax.Array]],
-    sinks: jax.Array | None = None,
-    shift: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Merges attention over disjoint sets of keys, in f32.
-
-    Args:
-      parts: (out [..., heads, dim], lse [..., heads]) each, f32, out normalised over its keys;
-        lse -inf where there were none, and out finite there.
-      sinks: f32 [heads], logits that join the denominator of rows that see any key.
-      shift: f32 [..., heads], what the scores of all keys of a row lack; any value where there are
-        no keys.
-
-    Returns:
-      (out, lse) over all keys, sinks included; 0 and -inf where no part has a key.
-    """
-    outs, lses = zip(*parts)
-    if shift is not None:
-        lses = tuple(jnp.where(lse == -jnp.inf, lse, lse + shift) for lse in lses)
-    if len(parts) == 1 and sinks is None:
-        return outs[0], lses[0]
-    top = functools.reduce(jnp.maximum, lses)
-    empty = top == -jnp.inf
-    if sinks is not None:
-        top = jnp.maximum(top, sinks)
-    # Sinks may be -inf, and then an empty row would subtract infinities.
-    base = jnp.where(empty, 0, top)
-    shares = [jnp.exp(lse - base) for lse in lses]
-    total = sum(shares[1:], shares[0])
-    if sinks is not None:
-        total = total + jnp.exp(sinks - base)
-    total = jnp.where(empty, 1, total)
-    out = sum((s / total)[..., None] * o for s, o in zip(shares, outs))
-    assert isinstance(out, jax.Array)
-    return jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, base + jnp.log(total))
-
-
-@functools.partial(jax.jit, static_argnames=("k_spec", "v_spec", "keys"))
+@functools.partial(jax.jit, static_argnames=("k_spec", "v_spec", "keys", "stored"))
 def _attend_xla(
     q: jax.Array,
     k_pages: Pages,
@@ -192,34 +182,42 @@ def _attend_xla(
     scale: jax.Array,
     soft_cap: jax.Array | None,
     sinks: jax.Array | None,
-    shift: jax.Array | None,
+    shift: jax.Array | None = None,
+    layer: jax.Array | None = None,
     *,
     k_spec: SideSpec,
     v_spec: SideSpec,
-    keys: KeyRange,
+    keys: tuple[KeyRange, ...],
+    stored: PageSource | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The XLA implementation; jitted so that all equal layers share one trace."""
     if shift is not None:
         shift = shift.reshape(-1, shift.shape[-1])
-    inside = shift if soft_cap is not None else None
-    part = attention_xla.partial_attention(
-        q.reshape(-1, *q.shape[-2:]),
-        k_pages,
-        v_pages,
-        queries,
+    flat = q.reshape(-1, *q.shape[-2:])
+    common: dict[str, Any] = dict(
         k_spec=k_spec,
         v_spec=v_spec,
         k_scale=k_scale,
         v_scale=v_scale,
         scale=scale,
         soft_cap=soft_cap,
-        shift=inside,
-        keys=keys,
+        shift=shift if soft_cap is not None else None,
     )
+    parts = [
+        attention_xla.partial_attention(flat, k_pages, v_pages, queries, keys=some, **common)
+        for some in keys
+    ]
+    if stored is not None:
+        assert layer is not None
+        common |= dict(kv_heads=k_pages.data[0].shape[1], block_size=k_pages.block_size)
+        parts += [
+            attention_stored.partial_attention(flat, stored, layer, queries, keys=some, **common)
+            for some in keys
+        ]
     # A soft cap bends shifted scores; without one the shift comes out of the sum.
     outside = None if soft_cap is not None else shift
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    out, lse = merge_partials([part], sinks, outside)
+    out, lse = merge_partials(parts, sinks, outside)
     lead = q.shape[:-1]
     return out.astype(q.dtype).reshape(*lead, v_spec.head_dim), lse.reshape(lead)
 

@@ -42,11 +42,13 @@ class KeyRange:
       window: keys p - window + 1 and later; None for all.
       first: keys `first` and later.
       distance: keys p - distance and earlier.
+      end: keys before `end`; None for no end.
     """
 
     window: int | None = None
     first: int = 0
     distance: int = 0
+    end: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +62,8 @@ class Queries:
       counts: int32 [S], queries of each sequence.
       offsets: int32 [S], index of its first query in the flat order of all queries.
       max_tokens: no sequence has more queries.
+      reach: (low, high), int32 [S] each: only blocks that hold one of the keys low to high - 1 are
+        walked. None where every key may be read.
     """
 
     tables: jax.Array
@@ -67,6 +71,7 @@ class Queries:
     counts: jax.Array
     offsets: jax.Array
     max_tokens: int = dataclasses.field(metadata=dict(static=True))
+    reach: tuple[jax.Array, jax.Array] | None = None
 
 
 def partial_attention(
@@ -172,6 +177,8 @@ class _Kernel:
         aim = min(_CHUNK_ELEMENTS // (self.kv_heads * width), _CHUNK_TOKENS)
         if self.keys.window is not None:
             aim = min(aim, self.keys.window + tokens + self.block_size - 2)
+        if self.keys.end is not None:
+            aim = min(aim, self.keys.end + self.block_size - 1)
         if self.block_size >= 2 * aim and self.block_size > _PART_MULTIPLE:
             part = max(aim // _PART_MULTIPLE, 1) * _PART_MULTIPLE
             return _Walk(self.block_size, part, -(-self.block_size // part))
@@ -268,7 +275,8 @@ def _tile(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends queries begin to begin + size of a sequence: rows [size, ..] of out and lse."""
     count = jnp.minimum(queries.counts[row] - begin, size)
-    args = (source, q, queries.tables[row], queries.offsets[row] + begin)
+    reach = jax.tree.map(lambda keys: keys[row], queries.reach)
+    args = (source, q, queries.tables[row], reach, queries.offsets[row] + begin)
     first = queries.starts[row] + begin
     if size == 1:
         return _attend_tile(kernel, *args, first, count, 1)
@@ -293,6 +301,7 @@ def _attend_tile(
     source: _Source,
     q: jax.Array,
     table: jax.Array,
+    reach: tuple[jax.Array, jax.Array] | None,
     offset: jax.Array,
     first: jax.Array,
     count: jax.Array,
@@ -315,6 +324,10 @@ def _attend_tile(
     if keys.window is not None:
         low = jnp.maximum(low, first - keys.window + 1)
     high = jnp.where(count > 0, first + count - keys.distance, 0)
+    if keys.end is not None:
+        high = jnp.minimum(high, keys.end)
+    if reach is not None:
+        low, high = jnp.maximum(low, reach[0]), jnp.minimum(high, reach[1])
     walk = kernel.walk(size)
     begin, trips = walk.trips(low, high)
     operand = _operand(rows, chunks.value_dtype(kernel.k_spec), kernel.q_parts)
@@ -361,6 +374,8 @@ def _visible(keys: KeyRange, positions: jax.Array, key: jax.Array) -> jax.Array:
         visible &= distance < keys.window
     if keys.first:
         visible &= key >= keys.first
+    if keys.end is not None:
+        visible &= key < keys.end
     return visible
 
 

@@ -31,6 +31,7 @@ from jaxkv.faults import (
 )
 from jaxkv.formats import Format
 from jaxkv.sequences import Sequences, StepPlan
+from jaxkv.store import BlockStore
 
 if TYPE_CHECKING:
     from jaxkv.calibration import Calibration
@@ -243,6 +244,9 @@ def reserve(
         block_size=cache.config.block_size,
         max_new_tokens=max_new_tokens,
         total_tokens=total_tokens,
+        resident_blocks=cache.config.resident_blocks_per_sequence,
+        window=cache.config.window,
+        keep_first=cache.config.keep_first,
     )
     return _with_bookkeeping(cache, pool, seqs), plan
 
@@ -257,10 +261,15 @@ def trim(cache: PagedCache, new_lengths: ArrayLike) -> PagedCache:
 
     Args:
       cache: the cache.
-      new_lengths: int32 [S]; -1 leaves a slot alone; longer than the length is ignored and counted.
+      new_lengths: int32 [S]; -1 leaves a slot alone; longer than the length is ignored and counted,
+        and so is a cut back to where `CacheConfig(window=W)` has dropped blocks.
     """
     pool, seqs = sequences.trim(
-        cache.pool, cache.sequences, new_lengths, block_size=cache.config.block_size
+        cache.pool,
+        cache.sequences,
+        new_lengths,
+        block_size=cache.config.block_size,
+        window=cache.config.window,
     )
     return _with_bookkeeping(cache, pool, seqs)
 
@@ -484,6 +493,7 @@ def attend(
     sinks: jax.Array | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    store: BlockStore | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal attention of a step's queries over what their sequences have stored.
 
@@ -497,11 +507,14 @@ def attend(
         num_kv_heads.
       plan: the step's plan.
       scale: factor of the scores; 1 / sqrt(head_dim) by default.
-      window: W sees keys p - W + 1 to p only, at the cost of the window.
+      window: W sees keys p - W + 1 to p only, at the cost of the window. With
+        `CacheConfig(window=...)` at most that one, and the `keep_first` first keys are seen too.
       soft_cap: scores become cap * tanh(score / cap), before the mask (Gemma 2).
       sinks: f32 [q_heads], a learned logit per head that joins the denominator (gpt-oss).
       return_lse: also return the log-sum-exp.
       implementation: "xla", "pallas_gpu", or None for the best that serves.
+      store: where `jaxkv.offload` put blocks; needed with `resident_blocks_per_sequence`. Stored
+        blocks are streamed back in tiles, and the answer is exact. Only "xla" reads them.
 
     Returns:
       [..., q_heads, v_head_dim] in q's dtype; with `return_lse` also f32 [..., q_heads], natural
@@ -509,14 +522,18 @@ def attend(
 
     Raises:
       TypeError: a wrong dtype.
-      ValueError: a wrong shape or option, or a closed cache.
+      ValueError: a wrong shape or option, a closed cache, or a store that is missing or useless.
       NotImplementedError: the named implementation cannot serve; the message says why.
     """
     spec = cache.config.layer(layer)
     _require_open(cache)
+    _check_store(cache.config, store)
+    _check_window(cache.config, window)
     pages = cache.layers[layer]
-    if implementation is None and soft_cap is not None and cache.k_means is not None:
-        implementation = "xla"  # no kernel caps the scores of centered keys
+    # No kernel caps the scores of centered keys, reads stored blocks or keeps first tokens.
+    is_centered = soft_cap is not None and cache.k_means is not None
+    if implementation is None and (is_centered or store is not None or cache.config.keep_first):
+        implementation = "xla"
     return attention.attend_pages(
         q,
         pages.k,
@@ -533,7 +550,32 @@ def attend(
         sinks=sinks,
         return_lse=return_lse,
         implementation=choose_implementation(cache.config, implementation, layer=layer),
+        stored=store,
+        layer=layer,
+        keep_first=cache.config.keep_first,
     )
+
+
+def _check_store(config: CacheConfig, store: BlockStore | None) -> None:
+    limit = config.resident_blocks_per_sequence
+    if limit is not None and store is None:
+        raise ValueError(
+            f"store: got None, expected a BlockStore: with resident_blocks_per_sequence = {limit} "
+            "older blocks of a sequence may lie there"
+        )
+    if limit is None and store is not None:
+        raise ValueError(
+            "store: got one, expected None: without CacheConfig(resident_blocks_per_sequence=N) "
+            "every block is on the device"
+        )
+
+
+def _check_window(config: CacheConfig, window: int | None) -> None:
+    if config.window is not None and (window is None or window > config.window):
+        raise ValueError(
+            f"window: got {window}, expected at most CacheConfig's window = {config.window}: older "
+            "blocks may be gone"
+        )
 
 
 def supports(config: CacheConfig, implementation: Implementation) -> list[str]:

@@ -63,6 +63,13 @@ class CacheConfig:
       rotation: "signs" (default) or "hadamard", for rotated formats.
       trace_events: last events kept per block; 0 keeps none and costs nothing.
       debug: raise on corruption-class faults where they happen.
+      resident_blocks_per_sequence: N keeps the newest N blocks of a sequence on the device;
+        `jaxkv.offload` moves older ones to a `BlockStore`, and `attend` reads them there. None
+        keeps all.
+      window: W for models whose every layer attends to keys p - W + 1 to p at most: `reserve` drops
+        blocks that no later query can see, for good. None keeps all.
+      keep_first: with a window, the first n tokens stay and every query sees them (attention
+        sinks: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
     """
 
     num_layers: int
@@ -80,6 +87,9 @@ class CacheConfig:
     rotation: Rotation = "signs"
     trace_events: int = 0
     debug: bool = False
+    resident_blocks_per_sequence: int | None = None
+    window: int | None = None
+    keep_first: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -94,6 +104,9 @@ class CacheConfig:
             _positive(name, getattr(self, name))
         if self.v_head_dim is not None:
             _positive("v_head_dim", self.v_head_dim)
+        for name in ("resident_blocks_per_sequence", "window"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
         self._normalize()
         self._check_block_geometry()
         self._check_options()
@@ -142,6 +155,16 @@ class CacheConfig:
         if not isinstance(self.trace_events, int) or not 0 <= self.trace_events <= 1024:
             raise ValueError(
                 f"trace_events: got {self.trace_events!r}, expected an int from 0 to 1024"
+            )
+
+        if not isinstance(self.keep_first, int) or self.keep_first < 0:
+            raise ValueError(f"keep_first: got {self.keep_first!r}, expected an int, at least 0")
+        if self.keep_first and self.window is None:
+            raise ValueError(f"keep_first: got {self.keep_first}, expected 0 without a window")
+        if self.window is not None and self.resident_blocks_per_sequence is not None:
+            raise ValueError(
+                "window: it drops for good what resident_blocks_per_sequence would store, expected "
+                "one of them"
             )
 
     def layer_format(self, layer: int) -> Format:

@@ -86,6 +86,9 @@ def init_contiguous(
         num_blocks=batch,
         max_sequences=batch,
         max_blocks_per_sequence=1,
+        resident_blocks_per_sequence=None,
+        window=None,
+        keep_first=0,
     )
     paged = init(derived, k_scales=k_scales, v_scales=v_scales, calibration=calibration)
     return ContiguousCache(**{f.name: getattr(paged, f.name) for f in dataclasses.fields(paged)})

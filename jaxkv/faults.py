@@ -199,7 +199,7 @@ _MEANINGS = {
     ),
     FaultKind.PAST_CAPACITY: (
         "past capacity: more new tokens than the step has room for, or a trim longer than the "
-        "sequence; it was ignored",
+        "sequence or back to blocks that a window dropped; it was ignored",
         "raise max_new_tokens or total_tokens, or pass fewer tokens; trim only to shorter lengths",
     ),
     FaultKind.SATURATED: (

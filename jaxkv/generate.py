@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import PagedCache, release, reserve
-from jaxkv.sequences import StepPlan
+from jaxkv.sequences import StepPlan, over_resident_limit
+from jaxkv.store import BlockStore
+from jaxkv.swap import offload
 
 # Tokens between two hand-overs to `on_tokens`.
 STREAM_TOKENS = 8
@@ -122,6 +124,7 @@ def generate(
     on_prefill: Callable[[int, int], None] | None = None,
     prefill_chunk: int = 128,
     keep_sequences: bool = False,
+    store: BlockStore | None = None,
 ) -> Result:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
@@ -149,24 +152,27 @@ def generate(
       prefill_chunk: most prompt tokens of a sequence in one step.
       keep_sequences: leave all sequences in the cache, to go on later. The newest token of each is
         not yet stored: start the next prompt with it.
+      store: with `CacheConfig(resident_blocks_per_sequence=N)`, where older blocks go and are read;
+        the loop then stops for the host as often as blocks have to move. The model takes `store=`.
 
     Returns:
       The tokens, what became of each sequence, and the cache.
 
     Raises:
       ValueError: prompts, sampler or sizes that cannot work.
+      CacheError: the store is full or cannot write.
     """
     sampler = Sampler() if sampler is None else sampler
     _check_arguments(cache, prompts, max_new_tokens, sampler, key, prefill_chunk)
     choice = _choice(sampler, key, stop_tokens, keep_sequences)
     state = _start(cache, len(prompts), max_new_tokens)
-    state = _prefill(model, state, choice, prompts, prefill_chunk, on_prefill)
+    state = _prefill(model, state, choice, prompts, prefill_chunk, on_prefill, store)
 
     count = len(prompts)
     done = 0
     while True:
         until = max_new_tokens if on_tokens is None else min(done + STREAM_TOKENS, max_new_tokens)
-        state = _decode(model, state, choice, jnp.int32(until))
+        state = _decode_until(model, state, choice, until, store)
         if on_tokens is not None:
             lengths = np.asarray(state.lengths)[:count]
             on_tokens(
@@ -257,6 +263,7 @@ def _prefill(
     prompts: Sequence[Sequence[int]],
     prefill_chunk: int,
     on_prefill: Callable[[int, int], None] | None,
+    store: BlockStore | None,
 ) -> _State:
     """Feeds all prompts, a chunk of each at a time; ends with the first new token of each."""
     lengths = np.zeros(state.lengths.shape, np.int64)
@@ -269,8 +276,10 @@ def _prefill(
     for start in range(0, longest, chunk):
         counts = np.clip(lengths - start, 0, chunk).astype(np.int32)
         is_last = (lengths > start) & (lengths <= start + chunk)
+        if store is not None:
+            state = dataclasses.replace(state, cache=offload(state.cache, store))
         state = _prefill_chunk(
-            model, state, choice, tokens[:, start : start + chunk], counts, is_last
+            model, state, choice, tokens[:, start : start + chunk], counts, is_last, store
         )
         if on_prefill is not None:
             jax.block_until_ready(state.last)
@@ -285,12 +294,13 @@ def _prefill_chunk(
     tokens: np.ndarray,
     counts: np.ndarray,
     is_last: np.ndarray,
+    store: BlockStore | None,
 ) -> _State:
     """One chunk, int32[S, C] tokens of which int32[S] counts; rows bool[S] is_last end in it."""
     by_layer = hasattr(model, "hidden_by_layer") and isinstance(state.cache, PagedCache)
-    # In debug mode a fault names its layer where it happens.
-    if not by_layer or state.cache.config.debug:
-        return _prefill_program(model, state, choice, tokens, counts, is_last)
+    # In debug mode a fault names its layer where it happens; a stored block is read by layer.
+    if not by_layer or state.cache.config.debug or store is not None:
+        return _prefill_program(model, state, choice, tokens, counts, is_last, store)
     cache, plan = reserve(
         state.cache, jnp.where(state.is_live, counts, 0), max_new_tokens=tokens.shape[1]
     )
@@ -299,7 +309,7 @@ def _prefill_chunk(
     return _finish_chunk(model, state, choice, hidden, plan, is_last)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="store", donate_argnames="state")
 def _prefill_program(
     model: Any,
     state: _State,
@@ -307,12 +317,13 @@ def _prefill_program(
     tokens: jax.Array,
     counts: jax.Array,
     is_last: jax.Array,
+    store: BlockStore | None,
 ) -> _State:
     """As `_prefill_chunk`, all layers in one program."""
     cache, plan = reserve(
         state.cache, jnp.where(state.is_live, counts, 0), max_new_tokens=tokens.shape[1]
     )
-    logits, cache = _last_logits(model, tokens, cache, plan)
+    logits, cache = _last_logits(model, tokens, cache, plan, store)
     return _first_token(dataclasses.replace(state, cache=cache), choice, logits, plan, is_last)
 
 
@@ -342,13 +353,31 @@ def _first_token(
     )
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def _decode(model: Any, state: _State, choice: _Choice, until: jax.Array) -> _State:
-    """One token at a time until every row has ended or has written `until` tokens."""
+def _decode_until(
+    model: Any, state: _State, choice: _Choice, until: int, store: BlockStore | None
+) -> _State:
+    """Decodes on, moving blocks to the store whenever a row holds too many."""
+    if store is None:
+        return _decode(model, state, choice, jnp.int32(until), None)
+    while True:
+        state = dataclasses.replace(state, cache=offload(state.cache, store))
+        state = _decode(model, state, choice, jnp.int32(until), store)
+        if int(state.step) >= until or not np.asarray(state.is_live).any():
+            return state
+
+
+@functools.partial(jax.jit, static_argnames="store", donate_argnames="state")
+def _decode(
+    model: Any, state: _State, choice: _Choice, until: jax.Array, store: BlockStore | None
+) -> _State:
+    """One token at a time until every row has ended or has written `until` tokens.
+
+    Ends earlier where a row holds more blocks than may stay on the device.
+    """
 
     def step(state: _State) -> _State:
         cache, plan = reserve(state.cache, state.is_live.astype(jnp.int32))
-        logits, cache = _last_logits(model, state.last[:, None], cache, plan)
+        logits, cache = _last_logits(model, state.last[:, None], cache, plan, store)
         drawn = _draw(logits, choice, state.step)
         state = _accept(
             dataclasses.replace(state, cache=cache),
@@ -361,7 +390,12 @@ def _decode(model: Any, state: _State, choice: _Choice, until: jax.Array) -> _St
         return dataclasses.replace(state, step=state.step + 1)
 
     def goes_on(state: _State) -> jax.Array:
-        return (state.step < until) & state.is_live.any()
+        limit = state.cache.config.resident_blocks_per_sequence
+        goes_on = (state.step < until) & state.is_live.any()
+        if limit is not None:
+            is_over = state.is_live & over_resident_limit(state.cache.sequences, limit)
+            goes_on &= ~is_over.any()
+        return goes_on
 
     return jax.lax.while_loop(goes_on, step, state)
 
@@ -372,13 +406,14 @@ def _release(cache: PagedCache, mask: jax.Array) -> PagedCache:
 
 
 def _last_logits(
-    model: Any, tokens: jax.Array, cache: PagedCache, plan: StepPlan
+    model: Any, tokens: jax.Array, cache: PagedCache, plan: StepPlan, store: BlockStore | None
 ) -> tuple[jax.Array, PagedCache]:
     """Logits f32[S, vocab] of each sequence's last new token; rows without one are of no use."""
+    where = {} if store is None else {"store": store}
     if not hasattr(model, "hidden"):
-        logits, cache = model(tokens, cache, plan)
+        logits, cache = model(tokens, cache, plan, **where)
         return _last_token(logits, plan).astype(jnp.float32), cache
-    hidden, cache = model.hidden(tokens, cache, plan)
+    hidden, cache = model.hidden(tokens, cache, plan, **where)
     return model.logits(_last_token(hidden, plan)), cache
 
 

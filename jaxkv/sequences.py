@@ -4,7 +4,7 @@
 shared blocks must be copied first. The other verbs run between steps. Entry j of a sequence's table
 row is the block of its tokens j * block_size onwards; only entries >= 0 are held blocks. -1 means
 none, and what lies below is left for callers to mark blocks that live elsewhere. Columns from
-ceil(length / block_size) on are -1.
+ceil(length / block_size) on are -1. With a window, columns below it may be -1 too.
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ class _Layout:
     block_size: int
     max_new_tokens: int
     total_tokens: int | None
+    resident_blocks: int | None
+    window: int | None
+    keep_first: int
 
     @property
     def touched_columns(self) -> int:
@@ -184,6 +187,9 @@ def reserve(
     block_size: int,
     max_new_tokens: int | None = None,
     total_tokens: int | None = None,
+    resident_blocks: int | None = None,
+    window: int | None = None,
+    keep_first: int = 0,
 ) -> tuple[BlockPool, Sequences, StepPlan]:
     """Hands out blocks and positions for the new tokens of a step, in slot order.
 
@@ -200,6 +206,12 @@ def reserve(
             N in a packed one.
         total_tokens: N, tokens of a packed step, where sequence s begins at the sum of the
             (non-negative) new_tokens before it; None plans a padded step [S, T].
+        resident_blocks: a sequence that holds more blocks than this, or whose partly filled block
+            is an entry below -1, is refused as exhausted; None sets no limit.
+        window: W drops the blocks that no query sees from a sequence's length on, which is what
+            lies below key length - W + 1; a sequence drops when it asks for tokens, whether or not
+            it then gets them. None drops nothing.
+        keep_first: blocks of the first tokens that a window does not drop.
 
     Returns:
         The new pool, the sequences with their tables and lengths advanced, and the plan.
@@ -208,7 +220,16 @@ def reserve(
         TypeError: if new_tokens does not hold integers.
         ValueError: for a wrong shape or a static number out of range.
     """
-    layout = _layout(pool, sequences, block_size, max_new_tokens, total_tokens)
+    layout = _layout(
+        pool,
+        sequences,
+        block_size,
+        max_new_tokens,
+        total_tokens,
+        resident_blocks,
+        window,
+        keep_first,
+    )
     new_tokens = blocks.as_int32("new_tokens", new_tokens, (layout.sequences,))
     return _reserve(pool, sequences, new_tokens, layout)
 
@@ -218,6 +239,10 @@ def _reserve(
     pool: BlockPool, sequences: Sequences, new_tokens: jax.Array, layout: _Layout
 ) -> tuple[BlockPool, Sequences, StepPlan]:
     request = _request(pool, sequences, new_tokens, layout)
+    if layout.window is not None:
+        lengths = jnp.where(request.wants, sequences.lengths, 0)
+        pool, tables = _drop_unseen(pool, sequences.block_tables, lengths, layout)
+        sequences = dataclasses.replace(sequences, block_tables=tables)
     held = blocks.holders(pool, request.tail)
     grant = _grant(request, held, pool.num_free)
     refusal = jnp.where(request.wants & ~grant.granted, Refusal.EXHAUSTED, request.refusal)
@@ -282,12 +307,18 @@ def release(pool: BlockPool, sequences: Sequences, mask: ArrayLike) -> tuple[Blo
 @jax.jit
 def _release(pool: BlockPool, sequences: Sequences, mask: jax.Array) -> tuple[BlockPool, Sequences]:
     columns = sequences.block_tables.shape[1]
-    pool, tables = _drop_columns(pool, sequences.block_tables, jnp.where(mask, 0, columns))
+    tables = sequences.block_tables
+    pool, tables = _drop_columns(pool, tables, jnp.where(mask, 0, columns), _extents(tables))
     return pool, Sequences(block_tables=tables, lengths=jnp.where(mask, 0, sequences.lengths))
 
 
 def trim(
-    pool: BlockPool, sequences: Sequences, new_lengths: ArrayLike, *, block_size: int
+    pool: BlockPool,
+    sequences: Sequences,
+    new_lengths: ArrayLike,
+    *,
+    block_size: int,
+    window: int | None = None,
 ) -> tuple[BlockPool, Sequences]:
     """Shortens sequences, and releases the blocks that no token is left in.
 
@@ -297,6 +328,8 @@ def trim(
         new_lengths: int32[S]; negative leaves a sequence alone. One longer than the sequence is
             ignored and counted as past capacity.
         block_size: tokens per block.
+        window: that of `reserve`. A trim after which the next query would see a block that was
+            dropped, or append to one, is ignored and counted as past capacity.
 
     Returns:
         The new pool and sequences.
@@ -307,19 +340,26 @@ def trim(
     """
     num_sequences = sequences.lengths.shape[0]
     new_lengths = blocks.as_int32("new_lengths", new_lengths, (num_sequences,))
-    return _trim(pool, sequences, new_lengths, block_size)
+    return _trim(pool, sequences, new_lengths, block_size, window)
 
 
-@functools.partial(jax.jit, static_argnames="block_size")
+@functools.partial(jax.jit, static_argnames=("block_size", "window"))
 def _trim(
-    pool: BlockPool, sequences: Sequences, new_lengths: jax.Array, block_size: int
+    pool: BlockPool,
+    sequences: Sequences,
+    new_lengths: jax.Array,
+    block_size: int,
+    window: int | None,
 ) -> tuple[BlockPool, Sequences]:
     num_sequences, columns = sequences.block_tables.shape
     is_longer = new_lengths > sequences.lengths
+    if window is not None:
+        is_longer |= _sees_dropped(sequences.block_tables, new_lengths, block_size, window)
     is_trimmed = (new_lengths >= 0) & ~is_longer
     lengths = jnp.where(is_trimmed, new_lengths, sequences.lengths)
     keep = jnp.where(is_trimmed, _blocks_of(lengths, block_size), columns)
-    pool, tables = _drop_columns(pool, sequences.block_tables, keep)
+    tables = sequences.block_tables
+    pool, tables = _drop_columns(pool, tables, keep, _extents(tables))
     faults = record_masks(
         pool.faults,
         {FaultKind.PAST_CAPACITY: is_longer},
@@ -411,6 +451,9 @@ def _layout(
     block_size: int,
     max_new_tokens: int | None,
     total_tokens: int | None,
+    resident_blocks: int | None,
+    window: int | None,
+    keep_first: int,
 ) -> _Layout:
     """Checks the static numbers of a step."""
     num_sequences, columns = sequences.block_tables.shape
@@ -434,7 +477,16 @@ def _layout(
     for name, value in limits.items():
         if value > jnp.iinfo(jnp.int32).max:
             raise ValueError(f"{name} must fit in int32, got {value}")
-    return _Layout(num_sequences, columns, block_size, max_new_tokens, total_tokens)
+    return _Layout(
+        num_sequences,
+        columns,
+        block_size,
+        max_new_tokens,
+        total_tokens,
+        resident_blocks,
+        window,
+        keep_first,
+    )
 
 
 def _blocks_of(tokens: jax.Array, block_size: int) -> jax.Array:
@@ -465,6 +517,11 @@ def _request(
     is_lost = (column < layout.columns) & ((tail < 0) | (tail >= pool.num_blocks))
 
     refusal = jnp.zeros((layout.sequences,), jnp.int32)
+    if layout.resident_blocks is not None:
+        is_stored = (column < layout.columns) & (tail <= -2)
+        is_lost &= ~is_stored
+        is_over = (tokens > 0) & over_resident_limit(sequences, layout.resident_blocks)
+        refusal = jnp.where(is_over | is_stored, Refusal.EXHAUSTED, refusal)
     refusal = jnp.where(is_lost | (new_tokens < 0), Refusal.BAD_ID, refusal)
     refusal = jnp.where(is_full, Refusal.FULL, refusal)
     refusal = jnp.where(is_past, Refusal.PAST_CAPACITY, refusal)
@@ -479,6 +536,11 @@ def _request(
         columns=jnp.where(wants, _blocks_of(filled + tokens, layout.block_size), 0),
         tail=jnp.where(wants, tail, -1),
     )
+
+
+def over_resident_limit(sequences: Sequences, resident_blocks: int) -> jax.Array:
+    """bool[S], sequences that hold more blocks than this."""
+    return jnp.sum(sequences.block_tables >= 0, axis=1, dtype=jnp.int32) > resident_blocks
 
 
 def _grant(request: _Request, held: jax.Array, num_free: jax.Array) -> _Grant:
@@ -660,9 +722,9 @@ def _entries(tables: jax.Array, row: jax.Array, columns: jax.Array) -> jax.Array
 
 
 def _drop_columns(
-    pool: BlockPool, tables: jax.Array, keep: jax.Array
+    pool: BlockPool, tables: jax.Array, first: jax.Array, last: jax.Array
 ) -> tuple[BlockPool, jax.Array]:
-    """Releases the blocks in columns keep[s] and beyond, and empties those columns."""
+    """Releases the blocks in columns first[s] to last[s] - 1, and empties those columns."""
     width = tables.shape[1]
 
     def visit(state, row, columns):
@@ -671,7 +733,32 @@ def _drop_columns(
         place = jnp.where(columns >= 0, columns, width)
         return pool, tables.at[row, place].set(-1, mode="drop")
 
-    return _walk(keep, _extents(tables), min(_CHUNK, width), visit, (pool, tables))
+    return _walk(first, last, min(_CHUNK, width), visit, (pool, tables))
+
+
+def _drop_unseen(
+    pool: BlockPool, tables: jax.Array, lengths: jax.Array, layout: _Layout
+) -> tuple[BlockPool, jax.Array]:
+    """Releases the blocks that no query from position lengths[s] on sees, and empties them."""
+    assert layout.window is not None
+    width = tables.shape[1]
+    kept = -(-layout.keep_first // layout.block_size)
+    last = jnp.maximum(lengths - layout.window + 1, 0) // layout.block_size
+    column = jnp.arange(width, dtype=jnp.int32)
+    # What earlier steps dropped is not walked again.
+    is_left = (tables != -1) & (column >= kept)
+    first = jnp.min(jnp.where(is_left, column, width), axis=1)
+    return _drop_columns(pool, tables, first, last)
+
+
+def _sees_dropped(tables: jax.Array, lengths: jax.Array, block_size: int, window: int) -> jax.Array:
+    """bool[S], whether a sequence cut to lengths[s] misses a block that its next query needs."""
+    column = jnp.arange(tables.shape[1], dtype=jnp.int32)
+    # The partly filled block is written to, even where the window is too short to see it.
+    lowest = jnp.minimum(jnp.maximum(lengths - window + 1, 0), lengths - lengths % block_size)
+    is_needed = column >= (lowest // block_size)[:, None]
+    is_needed &= column < _blocks_of(lengths, block_size)[:, None]
+    return jnp.any(is_needed & (tables == -1), axis=1)
 
 
 def _take_rows(

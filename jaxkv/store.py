@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import struct
 import threading
 import urllib.parse
@@ -107,7 +108,8 @@ class BlockStore:
         self._entries: dict[str, _Entry] = {}
         self._copies: collections.OrderedDict[tuple[str, int], Part] = collections.OrderedDict()
         self._copied_bytes = 0
-        self._next_handle = 0
+        # At a random place, so that a cache given the wrong store finds nothing there.
+        self._next_handle = secrets.randbelow(_MAX_HANDLE // 2)
         self._handles_set_aside = _MAX_HANDLE
         self._nbytes = 0
         self._is_closed = False
@@ -362,7 +364,7 @@ class BlockStore:
                 if _NAME.match(file.stem):
                     self._entries[file.stem] = _described_by_file(file)
             counter = path / "handles"
-            used = int(counter.read_text()) if counter.exists() else 0
+            used = int(counter.read_text()) if counter.exists() else self._next_handle
         except (OSError, ValueError) as error:
             raise CacheError(f"the block store cannot use {path}: {error}") from error
         self._nbytes = sum(entry.nbytes for entry in self._entries.values())

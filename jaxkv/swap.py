@@ -1,4 +1,4 @@
-"""Sequences that leave the device and come back: `swap_out` and `swap_in`.
+"""Pages that leave the device and come back: `swap_out`, `swap_in` and `offload`.
 
 Pages move as the bytes they are, scales included, so nothing is encoded anew. A sequence comes back
 into whatever blocks are free, and into any slot.
@@ -67,7 +67,7 @@ def swap_out(
         "length": length,
         "columns": columns.tolist(),
     }
-    parts = read_pages(cache, table[is_resident])
+    parts = [_joined(leaves) for leaves in read_pages(cache, table[is_resident])]
     parts.append(_joined([leaf[slot] for leaf in _slot_leaves(cache)]))
     store.put_sequence(slot if key is None else key, manifest, parts)
     mask = np.arange(cache.config.max_sequences) == slot
@@ -104,12 +104,19 @@ def swap_in(
     columns = np.asarray(manifest["columns"], np.int32)
     _check_room(cache, columns, f"swapped sequence {key!r}")
     stored = store.handles()
+    if (columns <= -2).any() and cache.config.resident_blocks_per_sequence is None:
+        raise CacheError(
+            f"swapped sequence {key!r}: blocks of it stay in the store, where attention finds them "
+            "only with CacheConfig(resident_blocks_per_sequence=N)"
+        )
     if lost := sorted(c for c in columns.tolist() if c <= -2 and -2 - c not in stored):
         raise CacheError(
             f"swapped sequence {key!r}: block handle {-2 - lost[0]} is not in the store"
         )
     *pages, state = store.read_sequence(key)
-    slot_state = _split(state, [(leaf.shape[1:], leaf.dtype) for leaf in _slot_leaves(cache)])
+    resident = int((columns >= 0).sum())
+    arrays = [_split(p, _shapes(layer, resident)) for p, layer in zip(pages, cache.layers)]
+    slot_state = _split(state, _shapes(_slot_leaves(cache)))
 
     row = np.full(cache.config.max_blocks_per_sequence, -1, np.int32)
     row[: len(columns)] = columns
@@ -121,9 +128,115 @@ def swap_in(
         jnp.int32(manifest["length"]),
     )
     ids = np.asarray(placed)[: len(columns)][columns >= 0]
-    cache = write_pages(cache, ids, pages)
+    cache = write_pages(cache, ids, arrays)
     cache = _set_slot_state(cache, slot, slot_state)
     store.delete(key)
+    return dataclasses.replace(cache, pool=pool, sequences=sequences)
+
+
+def offload(cache: PagedCache, store: BlockStore) -> PagedCache:
+    """Moves all but each sequence's newest blocks to a store, on the host, between steps.
+
+    The newest N = `config.resident_blocks_per_sequence` blocks of a sequence stay on the device. A
+    stored block's table entry is -2 - handle, which fork, reorder and swapping carry along. After a
+    trim, blocks that are among the newest N again come back, the last ones first, as far as there
+    are free blocks; until then `reserve` refuses a sequence whose partly filled block is stored.
+    Handles that no table entry and no swapped sequence names any more are deleted: a store serves
+    one line of caches, so pass the newest, and let steps that read older ones finish first.
+
+    Donates the cache: use only what this returns.
+
+    Args:
+      cache: the cache.
+      store: the store that every earlier call for this line of caches got.
+
+    Returns:
+      The cache, with blocks freed that nobody holds any more once all layers' copies are safe.
+
+    Raises:
+      ValueError: the config sets no limit, or a closed cache.
+      CacheError: the store is full, cannot write or misses a block; nothing has changed and the
+        cache given is still good.
+    """
+    limit = cache.config.resident_blocks_per_sequence
+    if limit is None:
+        raise ValueError(
+            "config: offload needs CacheConfig(resident_blocks_per_sequence=N), the blocks of a "
+            "sequence that stay on the device"
+        )
+    _check_slot(cache, 0)
+    tables, lengths = np.array(cache.block_tables), np.asarray(cache.lengths)
+    used = -(-lengths // cache.config.block_size)
+    age = used[:, None] - 1 - np.arange(tables.shape[1])  # 0 is a sequence's last block
+    named = set((-2 - tables[tables <= -2]).tolist()) | store.handles_of_sequences()
+    if lost := named - store.handles():
+        raise CacheError(
+            f"block handle {min(lost)} is not in the store: pass the store that holds this cache's "
+            "blocks, and the newest cache"
+        )
+    store.delete_blocks(sorted(store.handles() - named))
+    cache, put = _move_out(cache, store, tables, np.argwhere((age >= limit) & (tables >= 0)))
+    try:
+        back = np.argwhere((age >= 0) & (age < limit) & (tables <= -2))
+        cache = _bring_back(
+            cache, store, tables, back[np.argsort(age[tuple(back.T)], kind="stable")]
+        )
+    except CacheError:
+        store.delete_blocks(put)
+        raise
+    named = set((-2 - tables[tables <= -2]).tolist()) | store.handles_of_sequences()
+    store.delete_blocks(sorted(store.handles() - named))
+    return cache
+
+
+def _move_out(
+    cache: PagedCache, store: BlockStore, tables: np.ndarray, places: np.ndarray
+) -> tuple[PagedCache, list[int]]:
+    """Stores the blocks at `places`, [n, 2] slots and columns, and releases them there.
+
+    Sets the new entries in `tables` too; returns the cache and the new handles.
+    """
+    if len(places) == 0:
+        return cache, []
+    # Tail first, as every verb releases.
+    places = places[np.lexsort((-places[:, 1], places[:, 0]))]
+    held = tables[tuple(places.T)]
+    ids, which = np.unique(held, return_inverse=True)
+    pages = read_pages(cache, ids)
+    parts = [[_joined([leaf[i] for leaf in leaves]) for leaves in pages] for i in range(len(ids))]
+    manifest = {"geometry": geometry(cache.config), "constants": constants(cache)}
+    handles = store.put_blocks(manifest, parts)
+    entries = -2 - np.asarray(handles, np.int32)[which.ravel()]
+    tables[tuple(places.T)] = entries
+    pool, sequences = _exchange(
+        cache.pool, cache.sequences, _padded(held, -1), *_padded_places(cache, places, entries)
+    )
+    return dataclasses.replace(cache, pool=pool, sequences=sequences), handles
+
+
+def _bring_back(
+    cache: PagedCache, store: BlockStore, tables: np.ndarray, places: np.ndarray
+) -> PagedCache:
+    """Gives stored blocks at `places` blocks of the device again, as far as there are free ones."""
+    places = places[: int(cache.num_free_blocks)] if len(places) else places
+    if len(places) == 0:
+        return cache
+    handles = (-2 - tables[tuple(places.T)]).tolist()
+    for handle in handles:
+        check_manifest(cache, store.block(handle), f"block handle {handle}")
+    layers = [
+        [_split(store.read_block(handle, layer), _shapes(pages)) for handle in handles]
+        for layer, pages in enumerate(cache.layers)
+    ]
+    wanted = _padded(np.ones(len(handles), np.int32), 0) > 0
+    pool, taken = blocks.allocate(cache.pool, jnp.asarray(wanted))
+    ids = np.asarray(taken)[: len(handles)]
+    tables[tuple(places.T)] = ids
+    pool, sequences = _exchange(
+        pool, cache.sequences, _padded(ids[:0], -1), *_padded_places(cache, places, ids)
+    )
+    arrays = [[np.stack(rows) for rows in zip(*blocks_of_layer)] for blocks_of_layer in layers]
+    cache = write_pages(cache, ids, arrays)
     return dataclasses.replace(cache, pool=pool, sequences=sequences)
 
 
@@ -146,8 +259,7 @@ def geometry(config: CacheConfig) -> str:
 def constants(cache: PagedCache) -> str:
     """A digest of the arrays that give the pages their meaning: fp8 scales and the like."""
     digest = hashlib.blake2b(digest_size=16)
-    extra = getattr(cache, "k_means", None)
-    for leaf in jax.tree.leaves((cache.k_scales, cache.v_scales, extra)):
+    for leaf in jax.tree.leaves((cache.k_scales, cache.v_scales, cache.k_means)):
         array = np.asarray(leaf)
         digest.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
@@ -167,8 +279,8 @@ def check_manifest(cache: PagedCache, manifest: Mapping[str, Any], what: str) ->
         )
 
 
-def read_pages(cache: PagedCache, ids: np.ndarray) -> list[Part]:
-    """The bytes of blocks, one part per layer: the blocks of each leaf in turn, as they lie."""
+def read_pages(cache: PagedCache, ids: np.ndarray) -> list[list[np.ndarray]]:
+    """The pages of blocks on the host: for each layer, each leaf [n, ...] as it lies in memory."""
     groups = [ids[i : i + _MOST_BLOCKS] for i in range(0, len(ids), _MOST_BLOCKS)]
     # All layers are asked for before any is waited for.
     fetched = [
@@ -176,26 +288,24 @@ def read_pages(cache: PagedCache, ids: np.ndarray) -> list[Part]:
         for pages in cache.layers
     ]
     return [
-        b"".join(
-            _bytes(np.asarray(rows)[: len(group)])
-            for rows_of_leaf in leaves
-            for rows, group in zip(rows_of_leaf, groups)
-        )
-        for leaves in fetched
+        [
+            np.concatenate([np.asarray(x)[: len(ids)] for x, ids in zip(leaf, groups)])
+            if groups
+            else np.zeros((0, *whole.shape[1:]), whole.dtype)
+            for leaf, whole in zip(leaves, jax.tree.leaves(pages))
+        ]
+        for leaves, pages in zip(fetched, cache.layers)
     ]
 
 
-def write_pages(cache: PagedCache, ids: np.ndarray, parts: Sequence[Part]) -> PagedCache:
+def write_pages(
+    cache: PagedCache, ids: np.ndarray, arrays: Sequence[Sequence[np.ndarray]]
+) -> PagedCache:
     """Stores what `read_pages` returned into blocks `ids`. Donates the pages of the cache."""
     if len(ids) == 0:
         return cache
-    # All bytes are taken apart before the first array is donated.
-    arrays = [
-        _split(part, [((len(ids), *x.shape[1:]), x.dtype) for x in jax.tree.leaves(pages)])
-        for pages, part in zip(cache.layers, parts, strict=True)
-    ]
     layers = []
-    for pages, new in zip(cache.layers, arrays):
+    for pages, new in zip(cache.layers, arrays, strict=True):
         leaves, tree = jax.tree.flatten(pages)
         for i, rows in enumerate(new):
             for first in range(0, len(ids), _MOST_BLOCKS):
@@ -210,10 +320,18 @@ def write_pages(cache: PagedCache, ids: np.ndarray, parts: Sequence[Part]) -> Pa
 
 def _padded(ids: np.ndarray, fill: int) -> np.ndarray:
     """Ids padded to a power of two, so that few shapes are compiled."""
-    size = max(_FEWEST_BLOCKS, 1 << (len(ids) - 1).bit_length())
+    size = max(_FEWEST_BLOCKS, 1 << max(len(ids) - 1, 0).bit_length())
     padded = np.full(size, fill, np.int32)
     padded[: len(ids)] = ids
     return padded
+
+
+def _padded_places(
+    cache: PagedCache, places: np.ndarray, entries: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slots, columns and entries to set in the tables; padding lies past the last slot."""
+    slots = _padded(places[:, 0], cache.config.max_sequences)
+    return slots, _padded(places[:, 1], 0), _padded(entries, -1)
 
 
 def _bytes(array: np.ndarray) -> bytes:
@@ -222,6 +340,12 @@ def _bytes(array: np.ndarray) -> bytes:
 
 def _joined(leaves: Sequence[Any]) -> Part:
     return b"".join(_bytes(np.asarray(leaf)) for leaf in leaves)
+
+
+def _shapes(tree: Any, count: int | None = None) -> list[tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of one row of each leaf, or of `count` rows."""
+    lead = () if count is None else (count,)
+    return [((*lead, *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
 def _split(part: Part, shapes: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[np.ndarray]:
@@ -261,6 +385,20 @@ def _place(
         lengths=sequences.lengths.at[slot].set(length),
     )
     return pool, sequences, row
+
+
+@jax.jit
+def _exchange(
+    pool: BlockPool,
+    sequences: Sequences,
+    released: jax.Array,
+    slots: jax.Array,
+    columns: jax.Array,
+    entries: jax.Array,
+) -> tuple[BlockPool, Sequences]:
+    """Sets table entries, and releases blocks."""
+    tables = sequences.block_tables.at[slots, columns].set(entries, mode="drop")
+    return blocks.release(pool, released), dataclasses.replace(sequences, block_tables=tables)
 
 
 def _slot_leaves(cache: PagedCache) -> list[jax.Array]:

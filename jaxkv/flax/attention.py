@@ -121,7 +121,13 @@ class PagedAttention(nnx.Module):
         self.k_norm = nnx.Param(jnp.ones(head_dim, param_dtype)) if qk_norm else None
 
     def __call__(
-        self, x: jax.Array, cache: Any, plan: Any, *, rope: Rope | None = None
+        self,
+        x: jax.Array,
+        cache: Any,
+        plan: Any,
+        *,
+        rope: Rope | None = None,
+        store: jaxkv.BlockStore | None = None,
     ) -> tuple[jax.Array, Any]:
         """Writes this step's keys and values, then attends to all that is stored.
 
@@ -130,6 +136,7 @@ class PagedAttention(nnx.Module):
           cache: from `jaxkv.init`, after `jaxkv.reserve`.
           plan: the step's plan from `jaxkv.reserve`.
           rope: `self.rope(plan.positions)`, for models that compute it once for all layers.
+          store: as in `jaxkv.attend`.
 
         Returns:
           (y, cache): y as x, 0 for padding and refused tokens before the output projection.
@@ -150,6 +157,7 @@ class PagedAttention(nnx.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             implementation=self.implementation,
+            store=store,
         )
         assert isinstance(out, jax.Array)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache

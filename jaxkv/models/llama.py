@@ -17,6 +17,7 @@ from jaxkv.flax import PagedAttention
 from jaxkv.flax.attention import Rope, linear
 from jaxkv.qkv import RopeScaling, RopeStyle, rms_norm
 from jaxkv.sequences import StepPlan
+from jaxkv.store import BlockStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +123,17 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, cache: Any, plan: Any, *, rope: Rope | None = None
+        self,
+        x: jax.Array,
+        cache: Any,
+        plan: Any,
+        *,
+        rope: Rope | None = None,
+        store: BlockStore | None = None,
     ) -> tuple[jax.Array, Any]:
         """x: [S, T, features] or [N, features] -> (the same shape, cache)."""
         y = rms_norm(x, self.attention_norm[...], self.norm_eps)
-        y, cache = self.attention(y, cache, plan, rope=rope)
+        y, cache = self.attention(y, cache, plan, rope=rope, store=store)
         return self._add_mlp(x + y), cache
 
     def uncached(self, x: jax.Array, *, rope: Rope | None = None) -> jax.Array:
@@ -175,7 +182,14 @@ class Llama(nnx.Module):
         )
         self.dtype = dtype
 
-    def __call__(self, tokens: jax.Array, cache: Any = None, plan: Any = None) -> Any:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        cache: Any = None,
+        plan: Any = None,
+        *,
+        store: BlockStore | None = None,
+    ) -> Any:
         """Next-token logits of every token.
 
         Args:
@@ -184,22 +198,26 @@ class Llama(nnx.Module):
           cache: from `jaxkv.init`, after `jaxkv.reserve`; None computes all attention in full
             precision, without a cache.
           plan: the step's plan; required with a cache.
+          store: as in `jaxkv.attend`.
 
         Returns:
           (logits, cache), or the logits alone without a cache: f32[*tokens.shape, vocab_size].
         """
         if cache is None:
             return self.logits(self.uncached(tokens))
-        hidden, cache = self.hidden(tokens, cache, plan)
+        hidden, cache = self.hidden(tokens, cache, plan, store=store)
         return self.logits(hidden), cache
 
-    def hidden(self, tokens: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:
+    def hidden(
+        self, tokens: jax.Array, cache: Any, plan: Any, *, store: BlockStore | None = None
+    ) -> tuple[jax.Array, Any]:
         """What the output layer reads, for callers that need the logits of few tokens only.
 
         Args:
           tokens: int32[S, T] or int32[N], as the plan has them.
           cache: from `jaxkv.init`, after `jaxkv.reserve`.
           plan: the step's plan.
+          store: as in `jaxkv.attend`.
 
         Returns:
           (hidden [*tokens.shape, features], cache).
@@ -209,7 +227,7 @@ class Llama(nnx.Module):
         x = self._embed(tokens)
         rope = self.layers[0].attention.rope(plan.positions)
         for layer in self.layers:
-            x, cache = layer(x, cache, plan, rope=rope)
+            x, cache = layer(x, cache, plan, rope=rope, store=store)
         return rms_norm(x, self.norm[...], self.config.norm_eps), cache
 
     def hidden_by_layer(self, tokens: jax.Array, cache: Any, plan: Any) -> tuple[jax.Array, Any]:

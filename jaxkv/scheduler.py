@@ -26,6 +26,8 @@ import numpy as np
 from jaxkv.cache import PagedCache, release, reserve, trim
 from jaxkv.faults import CacheError
 from jaxkv.prefix import PrefixCache
+from jaxkv.store import BlockStore
+from jaxkv.swap import swap_in, swap_out
 
 _NEVER = -1
 
@@ -226,7 +228,7 @@ class Scheduler:
         chunk: int = 32,
         tokens_per_step: int | None = None,
         prefix: PrefixCache | None = None,
-        store: Any = None,
+        store: BlockStore | None = None,
     ):
         """A scheduler without requests.
 
@@ -241,9 +243,16 @@ class Scheduler:
             computed again.
 
         Raises:
-          ValueError: a chunk or tokens_per_step that cannot work.
+          ValueError: a chunk or tokens_per_step that cannot work, or a config that moves or drops
+            blocks of long sequences.
         """
         config = cache.config
+        for name in ("window", "resident_blocks_per_sequence"):
+            if (value := getattr(config, name)) is not None:
+                raise ValueError(
+                    f"cache: its config has {name} = {value}, expected None: the scheduler counts "
+                    "on blocks that stay where they are"
+                )
         if chunk < 1 or chunk % config.block_size:
             raise ValueError(
                 f"chunk: got {chunk}, expected a multiple of the block size {config.block_size}"
@@ -374,6 +383,7 @@ class Scheduler:
             return
         gone.is_done = True
         if gone.is_swapped:
+            assert self._store is not None
             self._store.delete(_key(gone))
         if gone in self._waiting:
             self._waiting.remove(gone)
@@ -440,8 +450,7 @@ class Scheduler:
                 )
             return False
         if request.is_swapped:
-            from jaxkv.swap import swap_in
-
+            assert self._store is not None
             self.cache = swap_in(self.cache, slot, self._store, key=_key(request))
             request.is_swapped, request.shared = False, 0
             self._free -= self._private(request)
@@ -612,8 +621,6 @@ class Scheduler:
     def _swap_out(self, request: _Request) -> bool:
         if self._store is None:
             return False
-        from jaxkv.swap import swap_out
-
         assert request.slot is not None
         self._insert(request)
         try:

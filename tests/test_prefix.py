@@ -77,6 +77,17 @@ def test_a_reused_prefix_gives_the_same_outputs(length):
     jaxkv.check(cache, strict=True)
 
 
+def test_match_says_what_attach_would_find_and_counts_nothing():
+    prefix = jaxkv.PrefixCache(CONFIG)
+    cache, _ = run(jaxkv.init(CONFIG), 0, PROMPT)
+    cache = prefix.insert(cache, 0, PROMPT)
+    for tokens, expected in ((PROMPT, 24), (PROMPT[:24], 23), (PROMPT[:9], 8), (PROMPT[1:], 0)):
+        assert prefix.match(tokens) == expected
+    assert (prefix.statistics.hits, prefix.statistics.misses) == (0, 0)
+    with pytest.raises(ValueError, match="tokens: got"):
+        prefix.match([])
+
+
 def test_the_shared_block_is_copied_before_the_last_token_is_written():
     prefix = jaxkv.PrefixCache(CONFIG)
     prompt = PROMPT[:16]

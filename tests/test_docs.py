@@ -33,6 +33,9 @@ def placeholders(directory):
         "v": normal(30, 8, 1, 3, 64),
         "new_tokens": jnp.asarray([1, 1, 0, 0, 0, 0, 0, 1]),
         "x": normal(5, 64),
+        "hidden": normal(8, 1, 576),
+        "prompts": [[5, 6, 7], [8, 9]],
+        "key": jax.random.key(0),
         "qkv": normal(8, 1, (9 + 3 + 3) * 64),
         "model": jax.tree_util.Partial(embed_and_write, normal(100, 3, 64)),
         "token_batches": [rng.integers(0, 100, (4, 64))],
@@ -60,6 +63,8 @@ def test_every_block_of_a_page_runs(page, tmp_path):
         chex.assert_tree_all_finite(namespace["outputs"])
         assert str(namespace["fmt"]) == "fp8k_turbo4v"
         np.testing.assert_array_equal(namespace["blocks"], [0, -1, 1])
+        assert namespace["y"].shape == (8, 1, 576)
+        assert namespace["result"].lengths.tolist() > [0, 0]
 
 
 CONFIG = jaxkv.CacheConfig(

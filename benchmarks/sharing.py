@@ -67,11 +67,11 @@ def prefix(options: argparse.Namespace) -> str:
     for shares in (False, True):
         tree = jaxkv.PrefixCache(config) if shares else None
         cache = jaxkv.init(config)
-        # The first round compiles.
-        for _ in range(2):
+        # The first two requests compile.
+        for batch in (prompts[:2], prompts):
             cache = cache if tree is None else tree.clear(cache)
             scheduler = jaxkv.Scheduler(model, cache, chunk=64, prefix=tree, tokens_per_step=128)
-            for prompt in prompts:
+            for prompt in batch:
                 scheduler.submit(prompt, NEW_TOKENS)
             started, least = time.perf_counter(), config.num_blocks
             while not scheduler.is_idle:

@@ -290,6 +290,7 @@ def test_a_tampered_array_is_refused(cache, saved, tmp_path, monkeypatch):
         jaxkv.load(saved / "cache", CONFIG)
 
 
+@pytest.mark.slow
 def test_a_save_that_dies_before_its_rename_leaves_nothing_at_the_path(cache, saved, tmp_path):
     class Killed(BaseException):
         pass

@@ -49,6 +49,8 @@ class SchedulerStatistics:
       rounding: largest difference between the logit of an emitted token and its recomputation.
       near_ties: tokens emitted after a recompute whose two largest logits were within twice the
         `rounding` seen so far: the only places where the output may differ from the one without.
+      mispredictions: steps that found other free blocks than the host had predicted, or skipped a
+        request; only those who change the cache from outside bring them about.
     """
 
     steps: int = 0
@@ -62,6 +64,7 @@ class SchedulerStatistics:
     largest_flip: float = 0.0
     rounding: float = 0.0
     near_ties: int = 0
+    mispredictions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,6 +369,7 @@ class Scheduler:
           CacheError: what others hold of the cache leaves too few blocks for a request alone.
         """
         if self._is_off:
+            self.statistics.mispredictions += 1
             self.resynchronize()
         self._admit()
         work, assignments = self._plan()

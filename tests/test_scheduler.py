@@ -80,6 +80,7 @@ def assert_clean(scheduler, held=0):
     assert cache.lengths.tolist() == [0] * 4
     assert int(cache.num_free_blocks) == scheduler.num_free_blocks == cache.config.num_blocks - held
     assert jaxkv.report(cache) == "no faults"
+    assert scheduler.statistics.mispredictions == 0
 
 
 @pytest.mark.slow
@@ -255,9 +256,11 @@ def test_blocks_taken_by_others_are_noticed_and_lived_with():
         scheduler.step()
     scheduler.cache, plan = jaxkv.reserve(scheduler.cache, [0, 0, 0, 30], max_new_tokens=30)
     assert plan.granted[3]
+    assert scheduler.statistics.mispredictions == 0
     answers = scheduler.run()
     assert [answers[n] for n in numbers] == [alone(prompt) for prompt in PROMPTS]
     assert scheduler.cache.lengths.tolist() == [0, 0, 0, 31]
+    assert 0 < scheduler.statistics.mispredictions < 5
     assert int(scheduler.cache.num_free_blocks) == CONFIG.num_blocks - 4
 
 

@@ -140,6 +140,17 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(cache, saved):
     chex.assert_trees_all_equal(feed(loaded, [2, 9, 5]), feed(cache, [2, 9, 5]))
 
 
+@pytest.mark.slow
+def test_columns_that_a_window_dropped_stay_empty(tmp_path):
+    cache = feed(fed_cache(dataclasses.replace(CONFIG, window=9)), [1, 0, 0])
+    assert cache.block_tables[0].tolist()[0] == -1
+    jaxkv.save(tmp_path / "s", cache, slot=0)
+    stored = blocks_of(cache, 0)
+    cache = jaxkv.load(tmp_path / "s", cache.config, cache=cache, slot=2)
+    assert (cache.block_tables[2] >= 0).tolist() == [False, True, True, False]
+    assert cache.lengths[2] == 20 and blocks_of(cache, 2) == stored
+
+
 @dataclasses.dataclass(frozen=True)
 class _Extended(jaxkv.PagedCache):
     """A cache with a field per slot and one per layer, as later caches have."""

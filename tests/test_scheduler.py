@@ -71,7 +71,7 @@ def run_in(order, prompts, scheduler, pause=2):
         for _ in range(pause):
             scheduler.step()
     answers = scheduler.run()
-    return [answers[numbers[i]] for i in range(len(prompts))]
+    return [answers[numbers[i]] for i in sorted(numbers)]
 
 
 def assert_clean(scheduler, held=0):
@@ -302,6 +302,22 @@ def test_formats_share_and_preempt_alike(fmt):
     differ = sum(a != alone(p, config) for a, p in zip(answers, CHATS))
     assert differ <= scheduler.statistics.near_ties
     assert_clean(scheduler, held=len(prefix))
+
+
+class LogitsOnly(nnx.Module):
+    """A model with nothing but a call."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, tokens, cache, plan):
+        return self.inner(tokens, cache, plan)
+
+
+@pytest.mark.slow
+def test_a_model_with_nothing_but_a_call_works():
+    scheduler = Scheduler(LogitsOnly(tiny_model()), jaxkv.init(CONFIG), chunk=16)
+    assert run_in(range(2), PROMPTS, scheduler)[:2] == [alone(p) for p in PROMPTS[:2]]
 
 
 @pytest.mark.slow

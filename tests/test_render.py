@@ -93,5 +93,5 @@ def test_rich_prints_the_same_text_in_colour():
 
 
 def test_a_contiguous_cache_is_drawn_too():
-    cache, _ = jaxkv.reserve(jaxkv.init_contiguous(CONFIG, batch=2), [3, 0])
+    cache, _ = jaxkv.reserve(jaxkv.init_contiguous(CONFIG, batch=2), [1, 0])
     assert "\n0 0·\n" in str(jaxkv.render(cache))

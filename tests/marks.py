@@ -1,4 +1,4 @@
-"""Keeps the fast part of the tests small: a few of many parameters run there, all of them later."""
+"""Keeps the tests quick: a few of many parameters run everywhere, all of them later."""
 
 import pytest
 
@@ -6,8 +6,17 @@ import pytest
 def fast_only(values, fast):
     """`values` as parameters, all but those in `fast` marked slow. A tuple is several arguments."""
 
+    return _mark(values, fast, pytest.mark.slow)
+
+
+def full_except(values, kept):
+    """`values` as parameters, all but those in `kept` left to the full run."""
+    return _mark(values, kept, (pytest.mark.slow, pytest.mark.full))
+
+
+def _mark(values, kept, marks):
     def mark(value):
         arguments = value if isinstance(value, tuple) else (value,)
-        return pytest.param(*arguments, marks=() if value in fast else pytest.mark.slow)
+        return pytest.param(*arguments, marks=() if value in kept else marks)
 
     return [mark(value) for value in values]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from marks import fast_only
 
 from jaxkv import attention, attention_xla
 from jaxkv.attention_xla import KeyRange, Queries
@@ -72,7 +73,7 @@ def check(name, step, option, group, *, packed=False, dtype=np.float32, spec=Non
     np.testing.assert_allclose(lse[live], expected_lse[live], rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", fast_only(FORMATS, ["bf16", "fp8", "turbo4"]))
 def test_every_format_decodes_in_attention_as_its_codec_does(name):
     check(name, "decode", "none", 3)
 
@@ -266,6 +267,7 @@ def test_parts_of_a_long_block_cover_every_key_once():
     assert set(range(70, 200)) <= set(keys.tolist())
 
 
+@pytest.mark.slow
 def test_merged_partials_equal_the_whole():
     plan = cases.make_plan("decode")
     k, v = cases.sides(plan, "bf16", **SHAPE)

@@ -181,6 +181,7 @@ def run(name, examples, steps):
     )
 
 
+@pytest.mark.slow
 def test_a_few_hundred_random_steps():
     run("int8k_turbo3v", examples=8, steps=30)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulator import NumpyLanes, gather_rows, shared_plane
+from marks import fast_only
 from paged_cases import random_pages, side
 
 from jaxkv.codecs import decode_pages
@@ -16,14 +17,18 @@ DECODED = [name for name, f in FORMATS.items() if f.bits < 16]
 HEAD_DIMS = [
     64,
     pytest.param(128, marks=pytest.mark.slow),
-    pytest.param(256, marks=pytest.mark.slow),
+    pytest.param(256, marks=[pytest.mark.slow, pytest.mark.full]),
 ]
-ENCODED = [
-    (name, encoding)
-    for name in DECODED
-    for encoding in ("searched", "reference")
-    if encoding == "searched" or FORMATS[name].is_codebook
-]
+FAST = [("fp8", "searched"), ("turbo4", "searched"), ("turbo3", "reference")]
+ENCODED = fast_only(
+    [
+        (name, encoding)
+        for name in DECODED
+        for encoding in ("searched", "reference")
+        if encoding == "searched" or FORMATS[name].is_codebook
+    ],
+    FAST,
+)
 
 
 def tile_of(spec, block_size, seed=0):
@@ -86,7 +91,7 @@ def test_lanes_decode_what_the_codec_decodes(name, encoding, head_dim):
     np.testing.assert_allclose(got, expected, rtol=rounding, atol=1e-30)
 
 
-@pytest.mark.parametrize("name", [n for n in DECODED if n != "int8"])
+@pytest.mark.parametrize("name", fast_only([n for n in DECODED if n != "int8"], ["turbo4"]))
 def test_rows_out_of_bounds_decode_to_zero_whatever_they_hold(name):
     spec = side(name, 64)
     planes, scales, _ = tile_of(spec, 32)

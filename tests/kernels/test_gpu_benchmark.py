@@ -14,6 +14,7 @@ sys.path.append(str(BENCHMARKS))
 import gpu  # noqa: E402
 
 
+@pytest.mark.slow
 def test_it_refuses_a_machine_without_a_gpu():
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True, check=False

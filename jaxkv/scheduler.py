@@ -26,6 +26,7 @@ import numpy as np
 from jaxkv.cache import PagedCache, release, reserve, trim
 from jaxkv.faults import CacheError
 from jaxkv.prefix import PrefixCache
+from jaxkv.sequences import Refusal
 from jaxkv.store import BlockStore
 from jaxkv.swap import swap_in, swap_out
 
@@ -174,6 +175,7 @@ class _Report:
 
     Attributes:
       is_done: bool [S], slots whose tokens were stored.
+      refusal: int32 [S], a `Refusal`, why not.
       tokens: int32 [S], the likeliest next token of each.
       logits: f32 [S], its logit.
       gaps: f32 [S], how far the second is below it.
@@ -184,6 +186,7 @@ class _Report:
     """
 
     is_done: jax.Array
+    refusal: jax.Array
     tokens: jax.Array
     logits: jax.Array
     gaps: jax.Array
@@ -366,7 +369,8 @@ class Scheduler:
           The tokens read, in the order in which requests came.
 
         Raises:
-          CacheError: what others hold of the cache leaves too few blocks for a request alone.
+          CacheError: what others hold of the cache leaves too few blocks for a request alone, or
+            the cache refuses one whatever is free.
         """
         if self._is_off:
             self.statistics.mispredictions += 1
@@ -655,6 +659,12 @@ class Scheduler:
                 continue
             if not report.is_done[slot]:
                 request.is_off = self._is_off = True
+                if (refusal := Refusal(int(report.refusal[slot]))) > Refusal.EXHAUSTED:
+                    raise CacheError(
+                        f"request {request.id}: the cache refuses it for good: "
+                        f"{refusal.name.lower().replace('_', ' ')}; cancel it, or use a config "
+                        "that lets a sequence take a chunk and grow to its full length"
+                    )
             elif assignment.emits:
                 self._emit(request, report, slot)
         s = self.statistics
@@ -747,6 +757,7 @@ def _step(
     )
     report = _Report(
         is_done=is_done,
+        refusal=plan.refusal,
         tokens=drawn,
         logits=top,
         gaps=top - jnp.where(is_top, -jnp.inf, logits).max(axis=-1),

@@ -275,6 +275,19 @@ def test_too_few_blocks_for_anyone_is_an_error_that_can_be_mended():
     assert scheduler.run() == {0: alone(PROMPTS[4])}
 
 
+def test_what_the_cache_refuses_for_good_is_an_error_and_can_be_cancelled():
+    scheduler = make()
+    numbers = [scheduler.submit(prompt, NEW) for prompt in PROMPTS[:2]]
+    # As if `submit` had not looked: more than the block table has columns for.
+    scheduler._requests[numbers[0]].most = 100
+    with pytest.raises(jaxkv.CacheError, match="request 0: the cache refuses it for good: full"):
+        scheduler.run()
+    scheduler.cancel(numbers[0])
+    assert scheduler.run()[numbers[1]] == alone(PROMPTS[1])
+    assert scheduler.cache.lengths.tolist() == [0] * 4
+    assert int(scheduler.cache.num_free_blocks) == CONFIG.num_blocks
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

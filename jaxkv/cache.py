@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 Audits = tuple[Audit, Audit]
 
+# Blocks of more tokens are copied in parts of so many.
+_PART_TOKENS = 512
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -407,7 +410,18 @@ def _write_layer(pages, operands, plan, k_scale, v_scale, *, spec, store):  # ty
 
 def _copy_on_write(pages: LayerPages, plan: StepPlan) -> LayerPages:
     """Copies the plan's blocks; nothing moves in a step without copies."""
-    num_blocks = pages.k.num_blocks
+    num_blocks, block_size = pages.k.num_blocks, pages.k.block_size
+    if block_size > _PART_TOKENS:
+        # A block may be a whole sequence, and its copy is to need no memory of its size.
+        parts = -(-block_size // _PART_TOKENS)
+
+        def copy_part(i: jax.Array, pages: LayerPages) -> LayerPages:
+            pair, first = i // parts, i % parts * _PART_TOKENS
+            where = plan.copy_from[pair], plan.copy_to[pair], first, _PART_TOKENS
+            k, v = (codecs.copy_tokens(side, *where) for side in (pages.k, pages.v))
+            return LayerPages(k, v)
+
+        return jax.lax.fori_loop(0, plan.num_copies * parts, copy_part, pages)
     source = jnp.maximum(plan.copy_from, 0)
     target = jnp.where(plan.copy_to < 0, num_blocks, plan.copy_to)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import fast_only
 
 import jaxkv
 from jaxkv.formats import FORMATS
@@ -91,3 +92,61 @@ def test_grow_refuses_what_cannot_grow():
         jaxkv.grow(jaxkv.init(CONFIG), 64)
     with pytest.raises(ValueError, match="closed"):
         jaxkv.grow(jaxkv.close(make()), 64)
+
+
+def bits(cache):
+    """The leaves of layer 0 as unsigned integers, where no NaN differs from itself."""
+    leaves = map(np.asarray, jax.tree.leaves(cache.layers[0]))
+    return [leaf.view(f"u{leaf.itemsize}") for leaf in leaves]
+
+
+@pytest.mark.parametrize("name", fast_only(["turbo4", "int8", "turbo8"], ["turbo4"]))
+def test_a_long_sequence_is_copied_whole_in_parts(name):
+    cache = make(name, batch=3, capacity=1040)
+    cache, _ = jaxkv.reserve(cache, jnp.asarray([1030, 0, 0]), max_new_tokens=1030)
+    rng = np.random.default_rng(0)
+
+    def noise(leaf):
+        raw = np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype)
+        return jnp.asarray(raw.reshape(leaf.shape))
+
+    cache = dataclasses.replace(cache, layers=jax.tree.map(noise, cache.layers))
+    before = bits(cache)
+    cache = jaxkv.fork(cache, jnp.asarray([0]), jnp.asarray([1]))
+    cache, plan = jaxkv.reserve(cache, jnp.asarray([0, 1, 0]))
+    assert int(plan.num_copies) == 1
+    kv = rows((2, 3, 1, 2, 32))
+    cache = jax.jit(jaxkv.write, static_argnums=1)(cache, 0, kv[0], kv[1], plan)
+    shared, own = cache.block_tables[:2, 0].tolist()
+    kept = np.arange(1040) != 1030
+    for old, new in zip(before, bits(cache)):
+        axis = next(i for i, size in enumerate(old.shape) if size == 1040) - 1
+        np.testing.assert_array_equal(new[shared], old[shared])
+        copied, source = (np.compress(kept, x, axis) for x in (new[own], old[shared]))
+        np.testing.assert_array_equal(copied, source)
+        written = np.take(new[own], 1030, axis)
+        assert (written != np.take(old[shared], 1030, axis)).any()
+    third = ({0, 1, 2} - {shared, own}).pop()
+    for old, new in zip(before, bits(cache)):
+        np.testing.assert_array_equal(new[third], old[third])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_temporary_memory_does_not_grow_with_the_capacity(kind):
+    def temporary_bytes(capacity):
+        if kind == "paged":
+            columns = capacity // 16
+            config = dataclasses.replace(
+                CONFIG, max_sequences=B, num_blocks=B * columns, max_blocks_per_sequence=columns
+            )
+            cache = jax.eval_shape(lambda: jaxkv.init(config))
+        else:
+            cache = jax.eval_shape(lambda: make(capacity=capacity))
+        q, kv = (jnp.zeros(shape) for shape in ((B, T, 4, 32), (2, B, T, 2, 32)))
+        donated = jax.jit(step.__wrapped__, donate_argnums=0)
+        compiled = donated.lower(cache, q, kv, jnp.asarray([5, 3])).compile()
+        # A row of the block table for each sequence is part of the plan.
+        return compiled.memory_analysis().temp_size_in_bytes - 4 * B * capacity // 16
+
+    assert temporary_bytes(32768) <= temporary_bytes(4096) + 4096

@@ -11,6 +11,7 @@ import numpy as np
 from jaxkv.codecs.pages import (
     Pages,
     copy_blocks,
+    copy_tokens,
     decode_pages,
     from_canonical_bytes,
     init_pages,
@@ -29,6 +30,7 @@ __all__ = [
     "Pages",
     "SideSpec",
     "copy_blocks",
+    "copy_tokens",
     "decode",
     "decode_pages",
     "decode_rows",

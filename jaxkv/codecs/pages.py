@@ -132,6 +132,33 @@ def copy_blocks(pages: Pages, source: jax.Array, destination: jax.Array) -> Page
     return jax.tree.map(lambda leaf: leaf.at[destination].set(leaf[source], mode="drop"), pages)
 
 
+def copy_tokens(
+    pages: Pages, source: jax.Array, destination: jax.Array, first: jax.Array, count: int
+) -> Pages:
+    """Copies `count` tokens of one block, scales included.
+
+    Args:
+      pages: one side of a layer.
+      source: int32 scalar, the block to read.
+      destination: int32 scalar, the block to write; both must be in range.
+      first: int32 scalar, the first token; moved back where fewer than `count` follow.
+      count: how many, at most a block.
+    """
+
+    def copy(leaf: jax.Array, token_axis: int) -> jax.Array:
+        sizes = [1, *leaf.shape[1:]]
+        sizes[token_axis] = count
+        begin = [jnp.int32(0)] * leaf.ndim
+        begin[token_axis] = first
+        part = jax.lax.dynamic_slice(leaf, [source, *begin[1:]], sizes)
+        return jax.lax.dynamic_update_slice(leaf, part, [destination, *begin[1:]])
+
+    scales = pages.scales
+    if scales is not None:
+        scales = copy(scales, scales.ndim - 1)
+    return Pages(tuple(copy(plane, 2) for plane in pages.data), scales)
+
+
 def rows_of_block(pages: Pages, block: int | jax.Array) -> tuple[tuple, jax.Array | None]:
     """(data, scales) of one block as rows [heads, block_size, ...], scales last."""
     data = tuple(plane[block] for plane in pages.data)

@@ -46,6 +46,9 @@ _COLUMNS = "columns"
 def save(path: str | os.PathLike[str], cache: PagedCache, slot: int | None = None) -> None:
     """Writes a cache, or one of its sequences, to a new directory.
 
+    A prefix cache is not part of it: `clear` it before saving everything, or the blocks that it
+    holds stay held in what is loaded.
+
     Args:
       path: the directory, which must not exist. It appears complete or not at all.
       cache: a paged or contiguous cache; it stays as it is.

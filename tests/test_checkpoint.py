@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import full_except
 
 import jaxkv
 
@@ -105,7 +106,7 @@ def test_a_sequence_is_saved_with_its_own_blocks_alone(saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
+@pytest.mark.parametrize("fmt", full_except(ALL_FORMATS, ["bf16", "turbo3", "nvfp4"]))
 def test_every_format_comes_back(fmt, tmp_path):
     config = dataclasses.replace(CONFIG, format=fmt, layer_formats=("int8",), trace_events=2)
     cache = fed_cache(config, k_scales=0.5)
@@ -256,7 +257,7 @@ def damage(file, how):
 # Reads that were under way when one failed find their event loop closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize("how", full_except(["truncated", "flipped", "missing"], ["flipped"]))
 def test_a_damaged_file_is_refused_or_makes_no_difference(cache, saved, tmp_path, how):
     files = [f.relative_to(saved) for f in (saved / "cache").rglob("*") if f.is_file()]
     refused = []

@@ -16,6 +16,7 @@ import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -278,6 +279,7 @@ class Scheduler:
         self._empty_slots = [s for s in range(config.max_sequences) if lengths[s] == 0]
         self._free = int(cache.num_free_blocks)
         self._last = jnp.zeros(config.max_sequences, jnp.int32)
+        self._numbers = itertools.count()
         self._requests: dict[int, _Request] = {}
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
@@ -320,7 +322,7 @@ class Scheduler:
                 f"prompt, max_new_tokens: {len(prompt)} and {max_new_tokens} make {tokens} tokens "
                 f"to store, a sequence can have {columns * config.block_size}"
             )
-        number = len(self._requests)
+        number = next(self._numbers)
         request = _Request(
             number, prompt, max_new_tokens, frozenset(stop_tokens), feed_to=len(prompt)
         )
@@ -349,11 +351,30 @@ class Scheduler:
         return self._free
 
     def answer(self, request: int) -> list[int]:
-        """The tokens of a request so far."""
-        return list(self._requests[request].known)
+        """The tokens of a request so far.
+
+        Raises:
+          ValueError: no such request, or one that was popped.
+        """
+        return list(self._get(request).known)
+
+    def pop(self, request: int) -> list[int]:
+        """The tokens of a request that has ended; the scheduler forgets it.
+
+        Raises:
+          ValueError: no such request, or one that has not ended.
+        """
+        if not self._get(request).is_done:
+            raise ValueError(f"request: {request} has not ended; cancel it first")
+        return self._requests.pop(request).known
+
+    def _get(self, request: int) -> _Request:
+        if request not in self._requests:
+            raise ValueError(f"request: got {request}, which was never submitted or was popped")
+        return self._requests[request]
 
     def run(self) -> dict[int, list[int]]:
-        """Steps until all is done; returns every request's answer."""
+        """Steps until all is done; returns the answer of every request that was not popped."""
         while not self.is_idle:
             self.step()
         return {number: request.known for number, request in self._requests.items()}
@@ -385,8 +406,12 @@ class Scheduler:
         return sorted(emitted, key=lambda e: e.request)
 
     def cancel(self, request: int) -> None:
-        """Ends a request; its blocks are free for the next step."""
-        gone = self._requests[request]
+        """Ends a request; its blocks are free for the next step.
+
+        Raises:
+          ValueError: no such request, or one that was popped.
+        """
+        gone = self._get(request)
         if gone.is_done:
             return
         gone.is_done = True

@@ -233,6 +233,20 @@ def test_a_stop_token_ends_an_answer_and_frees_its_blocks():
     assert_clean(scheduler)
 
 
+def test_a_popped_request_is_forgotten_and_its_number_is_not_used_again():
+    scheduler = make()
+    first = scheduler.submit(PROMPTS[0], 3)
+    with pytest.raises(ValueError, match="request: 0 has not ended"):
+        scheduler.pop(first)
+    scheduler.run()
+    assert scheduler.pop(first) == alone(PROMPTS[0])[:3]
+    for call in (scheduler.answer, scheduler.pop, scheduler.cancel):
+        with pytest.raises(ValueError, match="request: got 0, which was never submitted"):
+            call(first)
+    assert scheduler.submit(PROMPTS[0], 3) == 1
+    assert scheduler.run() == {1: alone(PROMPTS[0])[:3]}
+
+
 def test_a_cancelled_request_leaves_nothing_behind():
     scheduler = make()
     numbers = [scheduler.submit(prompt, NEW) for prompt in PROMPTS]

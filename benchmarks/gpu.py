@@ -26,8 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from jaxkv.codecs import Pages, decode_pages, encode_rows
+from jaxkv.codecs import Pages, decode_pages, decode_rows, encode_rows, rotate
 from jaxkv.formats import FORMATS, SideSpec
+from jaxkv.qkv import rotate_pairs
+from pallas_kernels.row_blocks import LeftOut
 from pallas_kernels.sides import Side
 from pallas_kernels.tuning import default_tuning
 
@@ -116,8 +118,10 @@ def attend(layer: Layer, q: jax.Array, starts: jax.Array, **options: Any) -> Any
     )
 
 
-@functools.partial(jax.jit, static_argnames=("window",))
-def oracle(q: Any, k: Any, v: Any, starts: Any, window: int | None = None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("window", "left_out"))
+def oracle(
+    q: Any, k: Any, v: Any, starts: Any, window: int | None = None, left_out: int | None = None
+) -> jax.Array:
     """Plain f32 attention; k, v [S, heads, context, D] decoded."""
     tokens, group = q.shape[1], q.shape[2] // k.shape[1]
     q = q.astype(jnp.float32).reshape(*q.shape[:2], k.shape[1], group, q.shape[-1])
@@ -128,6 +132,8 @@ def oracle(q: Any, k: Any, v: Any, starts: Any, window: int | None = None) -> ja
     seen = key <= position[..., None]
     if window is not None:
         seen &= key > position[..., None] - window
+    if left_out is not None:
+        seen &= (key >= 2) & (position[..., None] - key >= left_out)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
     out = precise("shgtc,shcd->sthgd", weights, v)
     return out.reshape(*out.shape[:2], -1, v.shape[-1])
@@ -142,24 +148,89 @@ def gathered(pages: Pages, spec: SideSpec, scale: Any, tables: jax.Array) -> jax
 
 
 def check_attention(
-    layer: Layer, tokens: int, window: int | None = None, path: Any = None, interpret: Any = None
+    layer: Layer,
+    tokens: int,
+    window: int | None = None,
+    path: Any = None,
+    left_out: int | None = None,
+    interpret: Any = None,
 ) -> float:
-    """The largest error of a kernel; raises AssertionError where it is too large."""
+    """The largest error of a kernel; raises AssertionError where it is too large.
+
+    With `left_out` two first keys and the nearest `left_out` of every query are not seen.
+    """
     heads = layer.k_pages.data[0].shape[1]
     shape = (len(layer.tables), tokens, heads * GROUP, layer.k_spec.head_dim)
     q = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
     starts = layer.lengths - tokens - jnp.arange(len(layer.tables)) * 37
     options: dict[str, Any] = dict(window=window, interpret=interpret)
+    if left_out is not None:
+        first, since = jnp.full_like(starts, 2), jnp.zeros_like(starts)
+        options["left_out"] = LeftOut(first, since, left_out)
     k_side, v_side = Side(layer.k_spec, BLOCK_SIZE), Side(layer.v_spec, BLOCK_SIZE)
     if path is not None:
         options["tuning"] = default_tuning(k_side, v_side, tokens * GROUP, path)
     out, lse = attend(layer, q, starts, **options)
     k = gathered(layer.k_pages, layer.k_spec, layer.k_scale, layer.tables)
     v = gathered(layer.v_pages, layer.v_spec, layer.v_scale, layer.tables)
-    error = float(jnp.abs(out - oracle(q, k, v, starts, window)).max())
+    error = float(jnp.abs(out - oracle(q, k, v, starts, window, left_out)).max())
     tolerance = max(TOLERANCE[side.dtype] for side in (k_side, v_side))
     assert np.isfinite(np.asarray(lse)).all() and error <= tolerance, f"error {error}"
     return error
+
+
+def check_write(
+    k: str, v: str, *, head_dim: int = HEAD_DIM, fused: bool = False, interpret: Any = None
+) -> float:
+    """By how much a kernel's stored rows err more than the codec's; fails where that is much.
+
+    The squared error of the stored rows is compared, and every other slot byte for byte.
+    """
+    heads, num_q_heads, tokens = 2, 4, 40
+    layer = make_layer(k, v, 1, 4 * BLOCK_SIZE, heads=heads, head_dim=head_dim)
+    keys = jax.random.split(jax.random.key(6), 3)
+    slots = jax.random.permutation(keys[0], 4 * BLOCK_SIZE)[:tokens].astype(jnp.int32)
+    slots = slots.at[3].set(-1)
+    shape = (tokens, (num_q_heads + 2 * heads) * head_dim)
+    qkv = jax.random.normal(keys[1], shape, jnp.bfloat16)
+    parts = qkv.reshape(tokens, -1, head_dim).astype(jnp.float32)
+    x_k, x_v = parts[:, num_q_heads:-heads], parts[:, -heads:]
+    pages = (layer.k_pages, layer.v_pages)
+    specs = dict(k_spec=layer.k_spec, v_spec=layer.v_spec, interpret=interpret)
+    specs |= dict(k_scale=layer.k_scale, v_scale=layer.v_scale)
+    if fused:
+        turns = jax.random.uniform(keys[2], (tokens, head_dim // 2), maxval=6.0)
+        angles = jnp.cos(turns), jnp.sin(turns)
+        _, *new, _ = pallas_kernels.paged_qkv_write(
+            qkv, *pages, slots, num_q_heads=num_q_heads, rope_style="half", angles=angles, **specs
+        )
+        x_k = rotate_pairs(x_k, *angles, "half")
+    else:
+        *new, _ = pallas_kernels.paged_write(
+            x_k.astype(jnp.bfloat16), x_v.astype(jnp.bfloat16), *pages, slots, **specs
+        )
+    worst = 0.0
+    scales = (layer.k_scale, layer.v_scale)
+    for x, spec, scale, old, got in zip(
+        (x_k, x_v), (layer.k_spec, layer.v_spec), scales, pages, new
+    ):
+        rows = np.asarray(decode_pages(got, spec, scale)).swapaxes(1, 2)
+        before = np.asarray(decode_pages(old, spec, scale)).swapaxes(1, 2)
+        flat = rows.reshape(-1, heads, head_dim)
+        used = np.asarray(slots)[np.asarray(slots) >= 0]
+        others = np.setdiff1d(np.arange(len(flat)), used)
+        same = flat[others] == before.reshape(flat.shape)[others]
+        assert same.all(), f"{(~same).sum()} elements beside the written slots changed"
+        target = np.asarray(rotate(x, spec))[np.asarray(slots) >= 0]
+        encoded, _ = encode_rows(rotate(x, spec), spec, scale)
+        codec = np.asarray(decode_rows(encoded.data, encoded.scales, spec, scale))
+        error = ((flat[used] - target) ** 2).mean()
+        reference = ((codec[np.asarray(slots) >= 0] - target) ** 2).mean()
+        # 16-bit storage of bf16 input is exact but for RoPE's last bits.
+        excess = float(max(error - reference, 0) / max(reference, 1e-6))
+        assert excess <= 0.01, f"squared error {error} against the codec's {reference}"
+        worst = max(worst, excess)
+    return worst
 
 
 def correctness(log: Callable[..., None], deadline: float) -> list[dict[str, Any]]:
@@ -188,6 +259,13 @@ def correctness(log: Callable[..., None], deadline: float) -> list[dict[str, Any
         add(f"decode {k}k_{v}v", k, v, 4, window=1000)
     for name in ("turbo4", "turbo3", "turbo2"):
         add(f"decode {name} reference", name, name, 1, {"encoding": "reference"})
+    add("decode turbo4, recent keys left out", "turbo4", "turbo4", 1, left_out=64)
+    add("verify fp8k_turbo4v, the same", "fp8", "turbo4", 4, window=1000, left_out=64)
+    for name in names:
+        checks.append((f"write {name}", functools.partial(check_write, name, name)))
+    for k, v in pairs:
+        run = functools.partial(check_write, k, v, fused=True)
+        checks.append((f"fused write {k}k_{v}v", run))
     big = {"batch": 1, "heads": 8, "num_blocks": 40_000, "first_block": 39_900}
     add("pool above 2^31 elements", "fp8", "fp8", 1, big)
     results = []

@@ -1,5 +1,6 @@
 """What of `benchmarks/gpu.py` a machine without a GPU can check."""
 
+import functools
 import pathlib
 import subprocess
 import sys
@@ -23,11 +24,31 @@ def test_it_refuses_a_machine_without_a_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [None, "mma"])
-def test_its_oracle_agrees_with_the_interpreted_kernel(path):
+@pytest.mark.parametrize("path, left_out", [(None, None), ("mma", None), (None, 20)])
+def test_its_oracle_agrees_with_the_interpreted_kernel(path, left_out):
     layer = gpu.make_layer("fp8", "turbo4", 1, 192, heads=1, head_dim=64, first_block=0)
     params = plgpu.InterpretGPUParams()
-    assert gpu.check_attention(layer, 2, window=70, path=path, interpret=params) < 4e-3
+    options = dict(window=70, path=path, left_out=left_out, interpret=params)
+    assert gpu.check_attention(layer, 2, **options) < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_its_check_of_writes_passes_and_can_fail(monkeypatch, fused):
+    params = plgpu.InterpretGPUParams()
+    run = functools.partial(
+        gpu.check_write, "int8", "turbo4", head_dim=64, fused=fused, interpret=params
+    )
+    assert run() < 1e-3
+    name = "paged_qkv_write" if fused else "paged_write"
+    kernel = getattr(gpu.pallas_kernels, name)
+
+    def off(x, *rest, **options):
+        return kernel(x * 1.1, *rest, **options)
+
+    monkeypatch.setattr(gpu.pallas_kernels, name, off)
+    with pytest.raises(AssertionError, match="squared error"):
+        run()
 
 
 def test_timing_feeds_each_step_the_last_one():

@@ -25,7 +25,7 @@ from jaxkv.cache import (
 )
 from jaxkv.calibration import Calibration, calibrate
 from jaxkv.checkpoint import load, save
-from jaxkv.config import CacheConfig, LayerSpec, boundary_formats
+from jaxkv.config import CacheConfig, LayerSpec, OnlineCalibration, boundary_formats
 from jaxkv.contiguous import ContiguousCache, grow, init_contiguous
 from jaxkv.faults import CacheError, FaultKind, Faults
 from jaxkv.formats import Format, SideSpec, StorageFormat
@@ -50,6 +50,7 @@ __all__ = [
     "LayerPages",
     "LayerSpec",
     "LayerView",
+    "OnlineCalibration",
     "PagedCache",
     "PoolPicture",
     "PrefixCache",

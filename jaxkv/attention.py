@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxkv import attention_stored, attention_xla
 from jaxkv._xla.merge import merge_partials
+from jaxkv.attention_exact import ExactLayer, exact_attention
 from jaxkv.attention_stored import PageSource
 from jaxkv.attention_xla import KeyRange, Queries
 from jaxkv.codecs import Pages, pages_shapes, rotate, unrotate
@@ -30,6 +31,7 @@ def attend_pages(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     k_mean: jax.Array | None = None,
+    exact: ExactLayer | None = None,
     scale: ArrayLike | None = None,
     window: int | None = None,
     soft_cap: ArrayLike | None = None,
@@ -57,6 +59,7 @@ def attend_pages(
       v_scale: likewise for values.
       k_mean: f32 [kv_heads, head_dim], what was taken off every stored key; None for nothing. The
         softmax does not see it; the log-sum-exp, sinks and a soft cap do.
+      exact: tokens that are read from there in place of their pages. Only "xla" reads them.
       scale: scalar factor of the scores; None means 1 / sqrt(head_dim).
       window: static int W >= 1: only keys p - W + 1 to p, at the cost of the window. None: all.
       soft_cap: positive scalar; scores become cap * tanh(score * scale / cap) before the mask
@@ -91,10 +94,10 @@ def attend_pages(
     if k_mean is not None and (return_lse or sinks is not None or cap is not None):
         shift = _score_shift(q, k_mean, factor)
     if _chosen(implementation) == "pallas_gpu":
-        if stored is not None or keep_first:
+        if stored is not None or keep_first or exact is not None:
             raise NotImplementedError(
-                "implementation: 'pallas_gpu' reads neither stored blocks nor keep_first tokens "
-                "behind the window, pass 'xla' or None"
+                "implementation: 'pallas_gpu' reads neither stored blocks, nor keep_first tokens "
+                "behind the window, nor exact tokens; pass 'xla' or None"
             )
         out, lse = _attend_pallas_gpu(
             q,
@@ -123,11 +126,19 @@ def attend_pages(
         first = attention_stored.first_resident_keys(plan.block_tables, k_pages.block_size)
         reach = (first, jnp.full_like(first, jnp.iinfo(jnp.int32).max))
         queries = dataclasses.replace(queries, reach=reach)
+    keys = _key_ranges(window, keep_first)
+    if exact is not None:
+        left_out = dict(exact_first=exact.first, exact_recent=exact.recent)
+        keys = tuple(dataclasses.replace(some, **left_out) for some in keys)
+        queries = dataclasses.replace(
+            queries, first_from=exact.first_from, recent_from=exact.recent_from
+        )
     out, lse = _attend_xla(
         q,
         k_pages,
         v_pages,
         queries,
+        exact,
         k_scale,
         v_scale,
         factor,
@@ -137,8 +148,9 @@ def attend_pages(
         None if stored is None else jnp.int32(layer),
         k_spec=k_spec,
         v_spec=v_spec,
-        keys=_key_ranges(window, keep_first),
+        keys=keys,
         stored=stored,
+        keep_first=keep_first,
     )
     return (out, lse) if return_lse else out
 
@@ -171,12 +183,13 @@ def _raise_on_gradients(primals: object, tangents: object) -> tuple[jax.Array, j
     )
 
 
-@functools.partial(jax.jit, static_argnames=("k_spec", "v_spec", "keys", "stored"))
+@functools.partial(jax.jit, static_argnames=("k_spec", "v_spec", "keys", "stored", "keep_first"))
 def _attend_xla(
     q: jax.Array,
     k_pages: Pages,
     v_pages: Pages,
     queries: Queries,
+    exact: ExactLayer | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     scale: jax.Array,
@@ -189,6 +202,7 @@ def _attend_xla(
     v_spec: SideSpec,
     keys: tuple[KeyRange, ...],
     stored: PageSource | None = None,
+    keep_first: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """The XLA implementation; jitted so that all equal layers share one trace."""
     if shift is not None:
@@ -214,6 +228,19 @@ def _attend_xla(
             attention_stored.partial_attention(flat, stored, layer, queries, keys=some, **common)
             for some in keys
         ]
+    if exact is not None:
+        parts.append(
+            exact_attention(
+                flat,
+                exact,
+                queries,
+                scale=scale,
+                soft_cap=soft_cap,
+                shift=common["shift"],
+                window=keys[0].window,
+                keep_first=keep_first,
+            )
+        )
     # A soft cap bends shifted scores; without one the shift comes out of the sum.
     outside = None if soft_cap is not None else shift
     sinks = None if sinks is None else sinks.astype(jnp.float32)

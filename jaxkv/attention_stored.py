@@ -110,6 +110,7 @@ def partial_attention(
                 max_tokens=queries.max_tokens,
                 # Keys past the tile would be walked too.
                 reach=(jnp.zeros(1, jnp.int32), jnp.full(1, size * block_size, jnp.int32)),
+                **_left_out(queries, row, first, keys),
             ),
             k_spec=k_spec,
             v_spec=v_spec,
@@ -125,6 +126,20 @@ def partial_attention(
     out = jnp.zeros((*q.shape[:2], v_spec.head_dim), jnp.float32)
     lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     return jax.lax.fori_loop(0, ends[-1], body, (out, lse))
+
+
+def _left_out(
+    queries: Queries, row: jax.Array, first: jax.Array, keys: KeyRange
+) -> dict[str, jax.Array]:
+    """From where on exact tokens are left out, in a tile that begins at key `first`."""
+    left_out = {}
+    if queries.first_from is not None:
+        # A tile further on holds none of the first tokens.
+        from_here = jnp.where(first == 0, queries.first_from[row], keys.exact_first)
+        left_out["first_from"] = from_here[None]
+    if queries.recent_from is not None:
+        left_out["recent_from"] = (queries.recent_from[row] - first)[None]
+    return left_out
 
 
 def _stored_columns(

@@ -33,6 +33,8 @@ _FEW_ROWS = 16
 # A key position beyond all queries.
 _NO_KEY = np.int32(2**31 - 1)
 
+_LeftOut = tuple[jax.Array, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class KeyRange:
@@ -43,12 +45,16 @@ class KeyRange:
       first: keys `first` and later.
       distance: keys p - distance and earlier.
       end: keys before `end`; None for no end.
+      exact_first: keys `exact_first` and later, and those before `Queries.first_from`.
+      exact_recent: keys p - exact_recent and earlier, and those before `Queries.recent_from`.
     """
 
     window: int | None = None
     first: int = 0
     distance: int = 0
     end: int | None = None
+    exact_first: int = 0
+    exact_recent: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +70,8 @@ class Queries:
       max_tokens: no sequence has more queries.
       reach: (low, high), int32 [S] each: only blocks that hold one of the keys low to high - 1 are
         walked. None where every key may be read.
+      first_from: int32 [S]; `KeyRange.exact_first` leaves out keys from here on. None for 0.
+      recent_from: int32 [S]; likewise for `KeyRange.exact_recent`.
     """
 
     tables: jax.Array
@@ -72,6 +80,16 @@ class Queries:
     offsets: jax.Array
     max_tokens: int = dataclasses.field(metadata=dict(static=True))
     reach: tuple[jax.Array, jax.Array] | None = None
+    first_from: jax.Array | None = None
+    recent_from: jax.Array | None = None
+
+    def left_out_from(self, row: jax.Array) -> _LeftOut:
+        """(first_from, recent_from) of one sequence."""
+        none = jnp.int32(0)
+        return (
+            none if self.first_from is None else self.first_from[row],
+            none if self.recent_from is None else self.recent_from[row],
+        )
 
 
 def partial_attention(
@@ -276,7 +294,8 @@ def _tile(
     """Attends queries begin to begin + size of a sequence: rows [size, ..] of out and lse."""
     count = jnp.minimum(queries.counts[row] - begin, size)
     reach = jax.tree.map(lambda keys: keys[row], queries.reach)
-    args = (source, q, queries.tables[row], reach, queries.offsets[row] + begin)
+    left_out = queries.left_out_from(row)
+    args = (source, q, queries.tables[row], reach, left_out, queries.offsets[row] + begin)
     first = queries.starts[row] + begin
     if size == 1:
         return _attend_tile(kernel, *args, first, count, 1)
@@ -302,6 +321,7 @@ def _attend_tile(
     q: jax.Array,
     table: jax.Array,
     reach: tuple[jax.Array, jax.Array] | None,
+    left_out: _LeftOut,
     offset: jax.Array,
     first: jax.Array,
     count: jax.Array,
@@ -321,9 +341,14 @@ def _attend_tile(
 
     keys = kernel.keys
     low = jnp.int32(keys.first)
+    if keys.exact_first:
+        low = jnp.maximum(low, jnp.where(left_out[0] == 0, keys.exact_first, 0))
     if keys.window is not None:
         low = jnp.maximum(low, first - keys.window + 1)
-    high = jnp.where(count > 0, first + count - keys.distance, 0)
+    high = first + count - keys.distance
+    if keys.exact_recent:
+        high = jnp.minimum(high, jnp.maximum(first + count - keys.exact_recent, left_out[1]))
+    high = jnp.where(count > 0, high, 0)
     if keys.end is not None:
         high = jnp.minimum(high, keys.end)
     if reach is not None:
@@ -334,7 +359,7 @@ def _attend_tile(
 
     def body(i: jax.Array, state: _State) -> _State:
         read, key = walk.trip(begin, i, table)
-        visible = jax.lax.optimization_barrier(_visible(keys, positions, key))
+        visible = jax.lax.optimization_barrier(_visible(keys, left_out, positions, key))
         return _absorb(kernel, source, state, operand, read, visible, shift)
 
     state = jax.lax.fori_loop(0, trips, body, _start(heads, size * group, kernel.v_spec.head_dim))
@@ -366,7 +391,7 @@ def _finish(state: _State, size: int, heads: int, group: int) -> tuple[jax.Array
     return out.reshape(size, heads * group, -1), lse.reshape(size, heads * group)
 
 
-def _visible(keys: KeyRange, positions: jax.Array, key: jax.Array) -> jax.Array:
+def _visible(keys: KeyRange, left_out: _LeftOut, positions: jax.Array, key: jax.Array) -> jax.Array:
     """Which of the keys, int32 [tokens], each row sees: bool [rows, tokens]."""
     distance = positions[:, None] - key
     visible = distance >= keys.distance
@@ -376,6 +401,10 @@ def _visible(keys: KeyRange, positions: jax.Array, key: jax.Array) -> jax.Array:
         visible &= key >= keys.first
     if keys.end is not None:
         visible &= key < keys.end
+    if keys.exact_first:
+        visible &= (key >= keys.exact_first) | (key < left_out[0])
+    if keys.exact_recent:
+        visible &= (distance >= keys.exact_recent) | (key < left_out[1])
     return visible
 
 

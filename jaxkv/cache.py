@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkv import attention, blocks, codecs, sequences
+from jaxkv import attention, blocks, codecs, exact, online, sequences
 from jaxkv.blocks import BlockPool
 from jaxkv.codecs import Audit, Pages
 from jaxkv.config import CacheConfig, LayerSpec
 from jaxkv.dispatch import Implementation, choose_implementation, unsupported
+from jaxkv.exact import ExactTokens
 from jaxkv.faults import (
     CORRUPTION,
     CacheError,
@@ -30,6 +31,7 @@ from jaxkv.faults import (
     record_kinds,
 )
 from jaxkv.formats import Format
+from jaxkv.online import Staging
 from jaxkv.sequences import Sequences, StepPlan
 from jaxkv.store import BlockStore
 
@@ -95,6 +97,8 @@ class PagedCache:
       config: the static geometry.
       k_means: f32 [kv_heads, head_dim] of each layer, what `write` takes off every key; None where
         keys are stored as they come.
+      recent: exact copies of first and recent tokens; None where the config keeps none.
+      staging: what online calibration has seen; None where the config has none.
     """
 
     layers: tuple[LayerPages, ...]
@@ -104,6 +108,8 @@ class PagedCache:
     sequences: Sequences
     config: CacheConfig = dataclasses.field(metadata={"static": True})
     k_means: tuple[jax.Array, ...] | None = None
+    recent: ExactTokens | None = None
+    staging: Staging | None = None
 
     @property
     def lengths(self) -> jax.Array:
@@ -127,8 +133,8 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, scales included: the sum over the arrays."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+        """Bytes of all pages with their scales, exact tokens and staged ones."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_rows(self)))
 
     @property
     def is_closed(self) -> bool:
@@ -155,6 +161,12 @@ class PagedCache:
             f"PagedCache({c.format}, {c.num_layers} layers, {c.num_blocks} blocks of "
             f"{c.block_size} tokens, {c.max_sequences} slots, {state})"
         )
+
+
+def _rows(cache: PagedCache) -> Any:
+    """All arrays of a cache that hold keys and values."""
+    beside = (cache.recent, cache.staging)
+    return cache.layers, tuple(rows.layers for rows in beside if rows is not None)
 
 
 def init(
@@ -202,6 +214,8 @@ def init(
         sequences=Sequences.create(config.max_sequences, config.max_blocks_per_sequence),
         config=config,
         k_means=k_means,
+        recent=exact.create(config),
+        staging=online.create(config),
     )
 
 
@@ -238,8 +252,19 @@ def reserve(
 
     Raises:
       TypeError: new_tokens does not hold integers.
-      ValueError: a wrong shape, or a static number out of range.
+      ValueError: a wrong shape, or a static number out of range; with exact_recent, a padded step
+        of more than max_step_tokens.
     """
+    config = cache.config
+    if config.exact_recent:
+        if total_tokens is not None:
+            most = total_tokens if max_new_tokens is None else max_new_tokens
+            max_new_tokens = min(most, config.max_step_tokens)
+        elif (max_new_tokens or 1) > config.max_step_tokens:
+            raise ValueError(
+                f"max_new_tokens: got {max_new_tokens}, expected at most max_step_tokens = "
+                f"{config.max_step_tokens} with exact_recent = {config.exact_recent}"
+            )
     pool, seqs, plan = sequences.reserve(
         cache.pool,
         cache.sequences,
@@ -251,12 +276,18 @@ def reserve(
         window=cache.config.window,
         keep_first=cache.config.keep_first,
     )
-    return _with_bookkeeping(cache, pool, seqs), plan
+    recent, staging = cache.recent, cache.staging
+    if recent is not None:
+        recent = exact.advance(recent, plan, config)
+    if staging is not None:
+        staging = online.advance(staging, plan)
+    return _with_bookkeeping(cache, pool, seqs, recent, staging), plan
 
 
 def release(cache: PagedCache, mask: ArrayLike) -> PagedCache:
     """Empties the sequences that `mask`, bool [S], selects, and drops their block references."""
-    return _with_bookkeeping(cache, *sequences.release(cache.pool, cache.sequences, mask))
+    pool, seqs = sequences.release(cache.pool, cache.sequences, mask)
+    return _with_bookkeeping(cache, pool, seqs, _shortened(cache, seqs), cache.staging)
 
 
 def trim(cache: PagedCache, new_lengths: ArrayLike) -> PagedCache:
@@ -274,7 +305,11 @@ def trim(cache: PagedCache, new_lengths: ArrayLike) -> PagedCache:
         block_size=cache.config.block_size,
         window=cache.config.window,
     )
-    return _with_bookkeeping(cache, pool, seqs)
+    return _with_bookkeeping(cache, pool, seqs, _shortened(cache, seqs), cache.staging)
+
+
+def _shortened(cache: PagedCache, seqs: Sequences) -> ExactTokens | None:
+    return None if cache.recent is None else exact.shorten(cache.recent, seqs.lengths)
 
 
 def fork(cache: PagedCache, source: ArrayLike, destination: ArrayLike) -> PagedCache:
@@ -285,9 +320,14 @@ def fork(cache: PagedCache, source: ArrayLike, destination: ArrayLike) -> PagedC
       source: int32 [n] slots, all read and retained first.
       destination: int32 [n] distinct slots; those in use are released afterwards.
     """
-    return _with_bookkeeping(
-        cache, *sequences.fork(cache.pool, cache.sequences, source, destination)
-    )
+    pool, seqs = sequences.fork(cache.pool, cache.sequences, source, destination)
+    recent, staging = cache.recent, cache.staging
+    if recent is not None or staging is not None:
+        slots, _ = sequences.fork_slots(source, destination, cache.config.max_sequences)
+        source = jnp.maximum(jnp.asarray(source), 0)
+        recent = None if recent is None else exact.copy_slots(recent, source, slots)
+        staging = None if staging is None else online.copy_slots(staging, source, slots)
+    return _with_bookkeeping(cache, pool, seqs, recent, staging)
 
 
 def reorder(cache: PagedCache, rows: ArrayLike) -> PagedCache:
@@ -297,11 +337,23 @@ def reorder(cache: PagedCache, rows: ArrayLike) -> PagedCache:
       cache: the cache.
       rows: int32 [S], as in beam search.
     """
-    return _with_bookkeeping(cache, *sequences.reorder(cache.pool, cache.sequences, rows))
+    pool, seqs = sequences.reorder(cache.pool, cache.sequences, rows)
+    recent, staging = cache.recent, cache.staging
+    if recent is not None or staging is not None:
+        taken, _ = sequences.reorder_rows(jnp.asarray(rows))
+        recent = None if recent is None else exact.take_slots(recent, taken)
+        staging = None if staging is None else online.take_slots(staging, taken)
+    return _with_bookkeeping(cache, pool, seqs, recent, staging)
 
 
-def _with_bookkeeping(cache: PagedCache, pool: BlockPool, seqs: Sequences) -> PagedCache:
-    new = dataclasses.replace(cache, pool=pool, sequences=seqs)
+def _with_bookkeeping(
+    cache: PagedCache,
+    pool: BlockPool,
+    seqs: Sequences,
+    recent: ExactTokens | None,
+    staging: Staging | None,
+) -> PagedCache:
+    new = dataclasses.replace(cache, pool=pool, sequences=seqs, recent=recent, staging=staging)
     return _raise_in_debug(cache, new)
 
 
@@ -342,7 +394,33 @@ def write(
         k = k.astype(jnp.float32) - cache.k_means[layer]
     chosen = choose_implementation(cache.config, implementation, layer=layer)
     store = _store_xla if chosen == "xla" else _store_pallas_gpu
-    return store_rows(cache, layer, (k, v), plan, store)[0]
+    if cache.staging is None or not spec.has_layer_scale:
+        cache = store_rows(cache, layer, (k, v), plan, store)[0]
+    else:
+        cache = _store_and_stage(cache, layer, k, v, plan, store)
+    if cache.recent is None:
+        return cache
+    recent = exact.store(cache.recent, layer, k, v, plan, cache.config)
+    return dataclasses.replace(cache, recent=recent)
+
+
+def _store_and_stage(
+    cache: PagedCache, layer: int, k: jax.Array, v: jax.Array, plan: StepPlan, store: Store
+) -> PagedCache:
+    """As `store_rows`, under online calibration."""
+    staging, calibration = cache.staging, cache.config.online_calibration
+    assert staging is not None and calibration is not None
+    staged = staging.layers[layer]
+    operands = ((k, v), staged, dataclasses.replace(staging, layers=()), plan)
+    store = online.StagingStore(store, calibration.headroom)
+    cache, (staged, (k_scale, v_scale)) = store_rows(cache, layer, operands, plan, store)
+    layers = (*staging.layers[:layer], staged, *staging.layers[layer + 1 :])
+    return dataclasses.replace(
+        cache,
+        k_scales=cache.k_scales.at[layer].set(k_scale),
+        v_scales=cache.v_scales.at[layer].set(v_scale),
+        staging=dataclasses.replace(staging, layers=layers),
+    )
 
 
 def store_rows(
@@ -558,6 +636,7 @@ def attend(
         k_scale=cache.k_scales[layer],
         v_scale=cache.v_scales[layer],
         k_mean=None if cache.k_means is None else cache.k_means[layer],
+        exact=None if cache.recent is None else cache.recent.layer(layer, cache.config),
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -666,7 +745,7 @@ def close(cache: PagedCache) -> PagedCache:
       A cache without pages that grants nothing; write and attend refuse it as closed.
     """
     first_error: Exception | None = None
-    for leaf in jax.tree.leaves(cache.layers):
+    for leaf in jax.tree.leaves(_rows(cache)):
         try:
             leaf.delete()
         except Exception as error:  # a failing device must not keep the other pages alive
@@ -676,7 +755,9 @@ def close(cache: PagedCache) -> PagedCache:
     config = cache.config
     pool = dataclasses.replace(cache.pool, num_free=jnp.zeros_like(cache.pool.num_free))
     empty = Sequences.create(config.max_sequences, config.max_blocks_per_sequence)
-    return dataclasses.replace(cache, layers=(), pool=pool, sequences=empty)
+    return dataclasses.replace(
+        cache, layers=(), pool=pool, sequences=empty, recent=None, staging=None
+    )
 
 
 def export_block(cache: PagedCache, layer: int, block: int) -> tuple[bytes, bytes]:
@@ -696,9 +777,11 @@ def export_block(cache: PagedCache, layer: int, block: int) -> tuple[bytes, byte
 
     Raises:
       ValueError: no such layer or block, or a closed cache.
+      CacheError: online calibration has not frozen the scales yet.
     """
     spec = cache.config.layer(layer)
     _require_open(cache)
+    online.require_frozen(cache, "export_block")
     _check_block(cache.config, block)
     pages = cache.layers[layer]
     return _side_bytes(pages.k, spec.k, block), _side_bytes(pages.v, spec.v, block)
@@ -725,9 +808,11 @@ def import_block(
 
     Raises:
       ValueError: no such layer or block, a wrong number of bytes, or a closed cache.
+      CacheError: online calibration has not frozen the scales yet.
     """
     spec = cache.config.layer(layer)
     _require_open(cache)
+    online.require_frozen(cache, "import_block")
     _check_block(cache.config, block)
     expected = cache.config.block_bytes(layer)
     for name, raw, size in zip(("k_bytes", "v_bytes"), (k_bytes, v_bytes), expected):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import blocks
+from jaxkv import blocks, online
 from jaxkv.cache import PagedCache, init
 from jaxkv.config import CacheConfig
 from jaxkv.contiguous import ContiguousCache, init_contiguous
@@ -35,7 +35,7 @@ VERSION = 1
 # sequences share and that their bytes depend on: it must be the same where they are loaded.
 _BY_BLOCK = "layers"
 _BY_SLOT = "recent"
-_BOOKKEEPING = ("pool", "sequences")
+_BOOKKEEPING = ("pool", "sequences", "staging")
 # Config fields that say nothing about what is stored, and those that do not bind a sequence.
 _FREE = ("debug",)
 _ROOM = ("num_blocks", "max_sequences", "max_blocks_per_sequence", "trace_events")
@@ -57,13 +57,15 @@ def save(path: str | os.PathLike[str], cache: PagedCache, slot: int | None = Non
     Raises:
       ImportError: Orbax is not installed.
       ValueError: the path exists, a closed cache, no such slot, or a slot without tokens.
-      CacheError: blocks of it are in a `BlockStore`, which this does not save.
+      CacheError: blocks of it are in a `BlockStore`, which this does not save, or online
+        calibration has not frozen its scales yet.
     """
     target = Path(path).absolute()
     if target.exists():
         raise ValueError(f"path: {target} exists; save never replaces anything")
     if cache.is_closed:
         raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+    online.require_frozen(cache, "save")
     tables = np.asarray(cache.block_tables)
     if (tables if slot is None else tables[_checked_slot(cache.config, slot)]).min() < -1:
         raise CacheError(
@@ -318,6 +320,7 @@ def _load_sequence(
     config = cache.config
     if cache.is_closed:
         raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+    online.require_frozen(cache, "load")
     if type(cache).__name__ != manifest["class"]:
         raise ValueError(
             f"cache: got a {type(cache).__name__}, but a {manifest['class']} held what was saved"

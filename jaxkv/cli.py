@@ -103,6 +103,12 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens a sequence; default: the model's most.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a block.")] = 16,
+    exact_first: Annotated[
+        int, typer.Option(min=0, max=4, help="First tokens kept in bf16 too.")
+    ] = 0,
+    exact_recent: Annotated[
+        int, typer.Option(min=0, max=128, help="Newest tokens kept in bf16 too.")
+    ] = 0,
 ) -> None:
     """Say how many blocks, tokens and sequences fit into a memory budget."""
     from jaxkv.models.known import find_geometry
@@ -112,7 +118,8 @@ def plan(
     chosen = None if format is None else str(_parsed(Format.parse, format, "--format"))
     context = geometry.max_positions if context is None else context
     names = dict.fromkeys([*format_names(), *([chosen] if chosen else [])])
-    configs = {name: geometry.cache_config(format=name, block_size=block_size) for name in names}
+    fields = dict(block_size=block_size, exact_first=exact_first, exact_recent=exact_recent)
+    configs = {name: geometry.cache_config(format=name, **fields) for name in names}
     _say(
         f"{geometry.name}: {geometry.num_layers} layers, {geometry.num_kv_heads} KV heads of "
         f"{geometry.head_dim}; {memory} of cache, {context:,} tokens a sequence"
@@ -123,8 +130,9 @@ def plan(
         _say(f"This model was made for at most {geometry.max_positions:,} tokens.")
     table = _table("format", "bits", "KiB/token", "blocks", "tokens", "sequences")
     for name, config in configs.items():
-        blocks = config.blocks_that_fit(budget)
-        sequences = blocks // -(-context // block_size)
+        need = -(-context // block_size) * config.block_bytes_total
+        sequences = budget // (need + config.exact_bytes_per_sequence)
+        blocks = (budget - sequences * config.exact_bytes_per_sequence) // config.block_bytes_total
         table.add_row(
             name,
             f"{config.bits_per_element:.2f}",

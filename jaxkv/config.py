@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 from jaxkv.formats import ENCODINGS, ROTATIONS, Encoding, Format, Rotation, SideSpec
 
+_MAX_EXACT_FIRST = 4
+_MAX_EXACT_RECENT = 128
+# Tokens that the ring of exact tokens holds beyond its need, so that trims of so many stay exact.
+_RING_SLACK = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -33,6 +38,31 @@ class LayerSpec:
     def format(self) -> Format:
         """Both storage formats."""
         return Format(self.k.format, self.v.format)
+
+    @property
+    def has_layer_scale(self) -> bool:
+        """Whether a side is stored under one scale for the whole layer, as fp8 is."""
+        return any(side.format.scale == "layer_f32" for side in (self.k, self.v))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineCalibration:
+    """How a cache sets its own fp8 scales, for want of a calibration set.
+
+    Attributes:
+      window: tokens, over all sequences, that are seen before the scales are frozen.
+      headroom: at least 1; the frozen scales fit this many times the largest magnitude seen.
+    """
+
+    window: int = 256
+    headroom: float = 2.0
+
+    def __post_init__(self) -> None:
+        _positive("online_calibration: window", self.window)
+        if not 1 <= self.headroom < float("inf"):
+            raise ValueError(
+                f"online_calibration: headroom: got {self.headroom}, expected at least 1"
+            )
 
 
 def _positive(name: str, value: object) -> None:
@@ -61,6 +91,11 @@ class CacheConfig:
         layers; later layers take the default.
       encoding: "searched" (default) or "reference".
       rotation: "signs" (default) or "hadamard", for rotated formats.
+      exact_first: 0 to 4; the first tokens of each sequence are also kept in bf16, and read there.
+      exact_recent: 0 to 128; likewise the newest tokens before each query.
+      max_step_tokens: with exact_recent, most tokens that one sequence may get in a step.
+      online_calibration: the cache sets its fp8 scales from the first tokens it stores; None
+        leaves them as `init` was given them.
       trace_events: last events kept per block; 0 keeps none and costs nothing.
       debug: raise on corruption-class faults where they happen.
       resident_blocks_per_sequence: N keeps the newest N blocks of a sequence on the device;
@@ -85,6 +120,10 @@ class CacheConfig:
     layer_dims: tuple[tuple[int, ...], ...] = ()
     encoding: Encoding = "searched"
     rotation: Rotation = "signs"
+    exact_first: int = 0
+    exact_recent: int = 0
+    max_step_tokens: int = 256
+    online_calibration: OnlineCalibration | None = None
     trace_events: int = 0
     debug: bool = False
     resident_blocks_per_sequence: int | None = None
@@ -100,6 +139,7 @@ class CacheConfig:
             "num_blocks",
             "max_sequences",
             "max_blocks_per_sequence",
+            "max_step_tokens",
         ):
             _positive(name, getattr(self, name))
         if self.v_head_dim is not None:
@@ -110,14 +150,28 @@ class CacheConfig:
         self._normalize()
         self._check_block_geometry()
         self._check_options()
-        for layer in range(self.num_layers):
-            self.layer(layer)
+        specs = [self.layer(layer) for layer in range(self.num_layers)]
+        if self.online_calibration is not None:
+            self._check_online_calibration(specs)
+
+    def _check_online_calibration(self, specs: list[LayerSpec]) -> None:
+        if not isinstance(self.online_calibration, OnlineCalibration):
+            raise TypeError(
+                f"online_calibration: got {self.online_calibration!r}, expected an "
+                "OnlineCalibration or None"
+            )
+        if not any(spec.has_layer_scale for spec in specs):
+            raise ValueError(
+                f"online_calibration: format {self.format} has no scale to set, only fp8 has one"
+            )
 
     def _normalize(self) -> None:
         put = functools.partial(object.__setattr__, self)
         put("format", Format.parse(self.format))
         put("layer_formats", tuple(Format.parse(f) for f in self.layer_formats))
         put("layer_dims", tuple(tuple(d) for d in self.layer_dims))
+        if isinstance(self.online_calibration, Mapping):
+            put("online_calibration", OnlineCalibration(**self.online_calibration))
         for name in ("layer_formats", "layer_dims"):
             if len(getattr(self, name)) > self.num_layers:
                 raise ValueError(
@@ -152,6 +206,10 @@ class CacheConfig:
             raise ValueError(f"encoding: got {self.encoding!r}, expected one of {ENCODINGS}")
         if self.rotation not in ROTATIONS:
             raise ValueError(f"rotation: got {self.rotation!r}, expected one of {ROTATIONS}")
+        for name, most in (("exact_first", _MAX_EXACT_FIRST), ("exact_recent", _MAX_EXACT_RECENT)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+                raise ValueError(f"{name}: got {value!r}, expected an int from 0 to {most}")
         if not isinstance(self.trace_events, int) or not 0 <= self.trace_events <= 1024:
             raise ValueError(
                 f"trace_events: got {self.trace_events!r}, expected an int from 0 to 1024"
@@ -244,17 +302,49 @@ class CacheConfig:
         """Tokens that one row of the block table can address."""
         return self.max_blocks_per_sequence * self.block_size
 
+    @property
+    def has_exact_tokens(self) -> bool:
+        """Whether any tokens are also kept in bf16."""
+        return bool(self.exact_first or self.exact_recent)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens of each sequence that its ring of exact recent tokens holds."""
+        if not self.exact_recent:
+            return 0
+        return self.exact_recent + self.max_step_tokens + _RING_SLACK
+
+    @property
+    def exact_rows(self) -> int:
+        """Tokens of each sequence that are also kept in bf16, first and recent ones."""
+        return self.exact_first + self.ring_tokens
+
+    @functools.cached_property
+    def exact_bytes_per_sequence(self) -> int:
+        """Bytes of one sequence's exact tokens over all layers and both sides."""
+        specs = map(self.layer, range(self.num_layers))
+        return sum(
+            2 * self.exact_rows * s.num_kv_heads * (s.head_dim + s.v_head_dim) for s in specs
+        )
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the exact tokens of all sequence slots."""
+        return self.max_sequences * self.exact_bytes_per_sequence
+
     def blocks_that_fit(self, budget_bytes: int) -> int:
-        """Blocks that fit into a byte budget, all layers counted."""
+        """Blocks that fit into a byte budget beside the exact tokens, all layers counted."""
         if budget_bytes < 0:
             raise ValueError(f"budget_bytes: got {budget_bytes}, expected at least 0")
-        return int(budget_bytes) // self.block_bytes_total
+        return max(int(budget_bytes) - self.exact_bytes, 0) // self.block_bytes_total
 
     def to_json(self) -> str:
         """A JSON text that `from_json` turns back into an equal config."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["format"] = str(self.format)
         fields["layer_formats"] = [str(f) for f in self.layer_formats]
+        if self.online_calibration is not None:
+            fields["online_calibration"] = dataclasses.asdict(self.online_calibration)
         return json.dumps(fields)
 
     @classmethod

@@ -270,6 +270,8 @@ def _prefill(
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
     longest = int(lengths.max())
     chunk = min(prefill_chunk, _bucket(longest, _MIN_CHUNK))
+    if state.cache.config.exact_recent:
+        chunk = min(chunk, state.cache.config.max_step_tokens)
     tokens = np.zeros((len(lengths), -(-longest // chunk) * chunk), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxkv import blocks
+from jaxkv import blocks, online
 from jaxkv.blocks import BlockPool
 from jaxkv.cache import PagedCache
 from jaxkv.config import CacheConfig
@@ -166,9 +166,11 @@ class PrefixCache:
 
         Raises:
           ValueError: no such slot, or no tokens.
-          CacheError: the cache is not the one this tree follows; nothing has changed.
+          CacheError: the cache is not the one this tree follows, or online calibration has not
+            frozen its scales yet; nothing has changed.
         """
         prompt = self._prompt(cache, slot, tokens)
+        online.require_frozen(cache, "PrefixCache.insert")
         size = self.config.block_size
         full = min(int(cache.lengths[slot]), len(prompt)) // size
         table = np.asarray(cache.block_tables[slot])[:full]

@@ -266,7 +266,9 @@ def write_qkv(
     # Outside the inner jits, so that layers share one gather of a step's angles.
     angles = None if rope is None else tuple(_rows_of(table, positions) for table in rope)
     chosen = choose_implementation(cache.config, implementation, layer=layer)
-    if chosen == "pallas_gpu" and not _fused_reasons(cache, spec, qkv, rope, rope_style):
+    # Online calibration stages keys, which the fused kernel keeps to itself.
+    is_fused = chosen == "pallas_gpu" and cache.staging is None
+    if is_fused and not _fused_reasons(cache, spec, qkv, rope, rope_style):
         store = _FusedStore(num_q_heads, rope_style, eps)
         return store_rows(cache, layer, (qkv, angles, q_norm, k_norm), plan, store)
     q, k, v = _split_norm_rope(

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import online
 from jaxkv.cache import PagedCache, release, reserve, trim
 from jaxkv.faults import CacheError
 from jaxkv.prefix import PrefixCache
@@ -263,6 +264,10 @@ class Scheduler:
         if chunk < 1 or chunk % config.block_size:
             raise ValueError(
                 f"chunk: got {chunk}, expected a multiple of the block size {config.block_size}"
+            )
+        if config.exact_recent and chunk > config.max_step_tokens:
+            raise ValueError(
+                f"chunk: got {chunk}, expected at most max_step_tokens = {config.max_step_tokens}"
             )
         least = config.max_sequences - 1 + chunk
         total = -(-least // 8) * 8 if tokens_per_step is None else tokens_per_step
@@ -514,7 +519,7 @@ class Scheduler:
             return
         tokens = min(request.length, len(request.prompt))
         full = tokens // self.cache.config.block_size
-        if full <= request.offered:
+        if full <= request.offered or not online.is_frozen(self.cache):
             return
         request.offered = full
         before = len(self._prefix)

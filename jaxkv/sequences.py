@@ -403,10 +403,7 @@ def _fork(
 ) -> tuple[BlockPool, Sequences]:
     num_sequences = sequences.lengths.shape[0]
     pairs = jnp.stack([source, destination], axis=-1)
-    is_pair = jnp.all((pairs >= 0) & (pairs < num_sequences), axis=-1)
-    slot = jnp.where(is_pair, destination, num_sequences)
-    is_repeated = is_pair & (blocks.occurrence_rank(slot) > 0)
-    slot = jnp.where(is_repeated, num_sequences, slot)
+    slot, is_repeated = fork_slots(source, destination, num_sequences)
     rows = jnp.arange(num_sequences, dtype=jnp.int32).at[slot].set(source, mode="drop")
     is_bad = (pairs >= num_sequences).at[:, 1].max(is_repeated)
     faults = record_masks(
@@ -414,6 +411,27 @@ def _fork(
     )
     pool = dataclasses.replace(pool, faults=faults)
     return _take_rows(pool, sequences, rows)
+
+
+def fork_slots(
+    source: ArrayLike, destination: ArrayLike, num_sequences: int
+) -> tuple[jax.Array, jax.Array]:
+    """The slots that a fork fills: int32[n], num_sequences for each pair that is skipped.
+
+    Args:
+        source: int32[n].
+        destination: int32[n].
+        num_sequences: S.
+
+    Returns:
+        The slots, and bool[n], pairs skipped because an earlier one has their destination.
+    """
+    source, destination = jnp.asarray(source), jnp.asarray(destination)
+    pairs = jnp.stack([source, destination], axis=-1)
+    is_pair = jnp.all((pairs >= 0) & (pairs < num_sequences), axis=-1)
+    slot = jnp.where(is_pair, destination, num_sequences)
+    is_repeated = is_pair & (blocks.occurrence_rank(slot) > 0)
+    return jnp.where(is_repeated, num_sequences, slot), is_repeated
 
 
 def reorder(pool: BlockPool, sequences: Sequences, rows: ArrayLike) -> tuple[BlockPool, Sequences]:
@@ -438,11 +456,17 @@ def reorder(pool: BlockPool, sequences: Sequences, rows: ArrayLike) -> tuple[Blo
 
 @jax.jit
 def _reorder(pool: BlockPool, sequences: Sequences, rows: jax.Array) -> tuple[BlockPool, Sequences]:
-    num_sequences = sequences.lengths.shape[0]
-    is_bad = (rows < -1) | (rows >= num_sequences)
+    taken, is_bad = reorder_rows(rows)
     faults = record_masks(pool.faults, {FaultKind.BAD_ID: is_bad}, rows, step=pool.step)
-    rows = jnp.where(is_bad, jnp.arange(num_sequences, dtype=jnp.int32), rows)
+    rows = taken
     return _take_rows(dataclasses.replace(pool, faults=faults), sequences, rows)
+
+
+def reorder_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What each slot takes in a reorder, int32[S] with -1 for nothing, and bool[S] bad entries."""
+    own = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    is_bad = (rows < -1) | (rows >= rows.shape[0])
+    return jnp.where(is_bad, own, rows), is_bad
 
 
 def _layout(

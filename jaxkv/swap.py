@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import blocks
+from jaxkv import blocks, online
 from jaxkv import cache as caches
 from jaxkv.blocks import BlockPool
 from jaxkv.cache import PagedCache
@@ -50,9 +50,11 @@ def swap_out(
 
     Raises:
       ValueError: no such slot, one without tokens, a bad key, or a closed cache.
-      CacheError: the store is full, cannot write, or holds this key already; nothing has changed.
+      CacheError: the store is full, cannot write, or holds this key already, or online
+        calibration has not frozen the scales yet; nothing has changed.
     """
     _check_slot(cache, slot)
+    online.require_frozen(cache, "swap_out")
     length = int(cache.lengths[slot])
     if length == 0:
         raise ValueError(f"slot: {slot} holds no tokens, expected a sequence to swap out")
@@ -96,6 +98,7 @@ def swap_in(
         something else; nothing has changed and the cache given is still good.
     """
     _check_slot(cache, slot)
+    online.require_frozen(cache, "swap_in")
     if int(cache.lengths[slot]) > 0:
         raise ValueError(f"slot: {slot} holds {int(cache.lengths[slot])} tokens, expected none")
     key = slot if key is None else key
@@ -155,9 +158,10 @@ def offload(cache: PagedCache, store: BlockStore) -> PagedCache:
 
     Raises:
       ValueError: the config sets no limit, or a closed cache.
-      CacheError: the store is full, cannot write or misses a block; nothing has changed and the
-        cache given is still good.
+      CacheError: the store is full, cannot write or misses a block, or online calibration has not
+        frozen the scales yet; nothing has changed and the cache given is still good.
     """
+    online.require_frozen(cache, "offload")
     limit = cache.config.resident_blocks_per_sequence
     if limit is None:
         raise ValueError(
@@ -246,14 +250,15 @@ def geometry(config: CacheConfig) -> str:
     for index in range(config.num_layers):
         spec = config.layer(index)
         layers.append([str(spec.format), spec.num_kv_heads, spec.head_dim, spec.v_head_dim])
-    return json.dumps(
-        {
-            "block_size": config.block_size,
-            "encoding": config.encoding,
-            "rotation": config.rotation,
-            "layers": layers,
-        }
-    )
+    meaning: dict[str, Any] = {
+        "block_size": config.block_size,
+        "encoding": config.encoding,
+        "rotation": config.rotation,
+        "layers": layers,
+    }
+    if config.has_exact_tokens:
+        meaning["exact"] = [config.exact_first, config.ring_tokens]
+    return json.dumps(meaning)
 
 
 def constants(cache: PagedCache) -> str:

@@ -37,6 +37,16 @@ def test_plan_counts_blocks_tokens_and_sequences():
     assert rows["bf16"] == ["16.00", "128.00", "40,960", "655,360", "20"]
 
 
+def test_plan_makes_room_for_exact_tokens():
+    lines = lines_of(
+        *("plan", "--model", "llama-3.1-8b", "--memory", "80GiB", "--context", "32768"),
+        *("--exact-first", "1", "--exact-recent", "64"),
+    )
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
+    # 1 + 64 + 256 + 8 tokens in bf16 beside the 2,048 blocks of each sequence.
+    assert rows["fp8k_turbo4v"] == ["6.25", "50.00", "102,278", "1,636,448", "49"]
+
+
 def test_plan_takes_any_pair_and_any_config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(

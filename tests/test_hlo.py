@@ -17,7 +17,7 @@ LAYERS, TOKENS = 2, 3
 NUM_BLOCKS = 1237
 
 
-def make_cache(name):
+def make_cache(name, **fields):
     return jaxkv.init(
         jaxkv.CacheConfig(
             num_layers=LAYERS,
@@ -28,6 +28,7 @@ def make_cache(name):
             max_sequences=2,
             max_blocks_per_sequence=4,
             format=name,
+            **fields,
         )
     )
 
@@ -67,12 +68,12 @@ def compiled(name, program, tokens):
     return jax.jit(PROGRAMS[program], donate_argnums=0).lower(cache, x).compile(), cache
 
 
-def copies_of_pools(text):
+def copies_of_pools(text, lead=f"{NUM_BLOCKS},"):
     """Instructions that make a pool-sized array other than by an update in place."""
     found = []
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?\S+ = (\S+\[[\d,]*\])\S* ([a-z][a-z-]*)\(", line)
-        if not match or not match[1].split("[")[1].startswith(f"{NUM_BLOCKS},"):
+        if not match or not match[1].split("[")[1].startswith(lead):
             continue
         if match[2] in ("copy", "copy-start", "select", "broadcast", "transpose", "concatenate"):
             found.append(line.strip())
@@ -112,3 +113,25 @@ def test_no_step_copies_a_pool_in_any_loop(name, program):
 @pytest.mark.parametrize("name", ["bf16", "turbo4"])
 def test_no_step_of_several_tokens_copies_a_pool(name):
     check(name, "while_loop", TOKENS)
+
+
+@pytest.mark.slow
+def test_no_step_copies_a_pool_or_its_exact_tokens():
+    cache = make_cache("turbo4", exact_first=1, exact_recent=64)
+    x = jnp.zeros((2, 1, 6, 64))
+    program = jax.jit(in_while_loop, donate_argnums=0).lower(cache, x).compile()
+    text = program.as_text()
+    # The first token, 64 recent ones, the 256 of a step and 8 for trims.
+    assert "bf16[2,329,2,64]" in text
+    assert copies_of_pools(text) == []
+    assert copies_of_pools(text, "2,329,") == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
+
+
+@pytest.mark.slow
+def test_no_step_of_online_calibration_copies_a_pool():
+    cache = make_cache("fp8", online_calibration=jaxkv.OnlineCalibration(window=40))
+    x = jnp.zeros((2, 1, 6, 64))
+    program = jax.jit(in_while_loop, donate_argnums=0).lower(cache, x).compile()
+    assert copies_of_pools(program.as_text()) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes

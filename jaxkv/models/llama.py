@@ -12,9 +12,11 @@ from flax import nnx
 
 from jaxkv.cache import LayerPages, PagedCache
 from jaxkv.config import CacheConfig
+from jaxkv.exact import ExactRows
 from jaxkv.faults import Faults, record_kinds
 from jaxkv.flax import PagedAttention
 from jaxkv.flax.attention import Rope, linear
+from jaxkv.online import StagedRows
 from jaxkv.qkv import RopeScaling, RopeStyle, rms_norm
 from jaxkv.sequences import StepPlan
 from jaxkv.store import BlockStore
@@ -304,7 +306,9 @@ def _apply_layer(
         num_layers=1,
         layer_formats=(spec.format,),
         layer_dims=((spec.num_kv_heads, spec.head_dim, spec.v_head_dim),),
+        online_calibration=cache.config.online_calibration if spec.has_layer_scale else None,
     )
+    recent, staging = cache.recent, cache.staging
     rest = PagedCache(
         layers=(),
         k_scales=cache.k_scales[index : index + 1],
@@ -313,32 +317,76 @@ def _apply_layer(
         sequences=cache.sequences,
         config=config,
         k_means=None if cache.k_means is None else (cache.k_means[index],),
+        recent=None if recent is None else dataclasses.replace(recent, layers=()),
+        staging=None if staging is None else dataclasses.replace(staging, layers=()),
     )
-    x, pages, faults = _layer_program(
-        graph, weights, x, (cache.layers[index],), rest, plan, cache.faults, jnp.int32(index)
+    own = _LayerRows(
+        pages=cache.layers[index],
+        exact=None if recent is None else recent.layers[index],
+        staged=None if staging is None else staging.layers[index],
     )
-    layers = (*cache.layers[:index], pages, *cache.layers[index + 1 :])
-    return x, dataclasses.replace(
-        cache, layers=layers, pool=dataclasses.replace(cache.pool, faults=faults)
+    x, own, scales, faults = _layer_program(
+        graph, weights, x, own, rest, plan, cache.faults, jnp.int32(index)
     )
 
+    def put(layers: tuple, layer: Any) -> tuple:
+        return (*layers[:index], layer, *layers[index + 1 :])
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames=("pages", "faults"))
+    cache = dataclasses.replace(
+        cache,
+        layers=put(cache.layers, own.pages),
+        pool=dataclasses.replace(cache.pool, faults=faults),
+    )
+    if recent is not None:
+        exact = dataclasses.replace(recent, layers=put(recent.layers, own.exact))
+        cache = dataclasses.replace(cache, recent=exact)
+    if staging is not None:
+        cache = dataclasses.replace(
+            cache,
+            staging=dataclasses.replace(staging, layers=put(staging.layers, own.staged)),
+            k_scales=cache.k_scales.at[index].set(scales[0][0]),
+            v_scales=cache.v_scales.at[index].set(scales[1][0]),
+        )
+    return x, cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _LayerRows:
+    """Everything of one layer that holds keys and values."""
+
+    pages: LayerPages
+    exact: ExactRows | None
+    staged: StagedRows | None
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames=("own", "faults"))
 def _layer_program(
     graph: Any,
     weights: Any,
     x: jax.Array,
-    pages: tuple[LayerPages],
+    own: _LayerRows,
     rest: PagedCache,
     plan: StepPlan,
     faults: Faults,
     index: jax.Array,
-) -> tuple[jax.Array, LayerPages, Faults]:
+) -> tuple[jax.Array, _LayerRows, tuple[jax.Array, jax.Array], Faults]:
     layer = nnx.merge(graph, weights)
-    x, cache = layer(x, dataclasses.replace(rest, layers=pages), plan)
+    recent, staging = rest.recent, rest.staging
+    if recent is not None and own.exact is not None:
+        recent = dataclasses.replace(recent, layers=(own.exact,))
+    if staging is not None and own.staged is not None:
+        staging = dataclasses.replace(staging, layers=(own.staged,))
+    cache = dataclasses.replace(rest, layers=(own.pages,), recent=recent, staging=staging)
+    x, cache = layer(x, cache, plan)
     new = cache.faults
     faults = record_kinds(faults, new.counts, step=plan.step, layer=index, where=new.first[:, 2])
-    return x, cache.layers[0], faults
+    own = _LayerRows(
+        pages=cache.layers[0],
+        exact=None if recent is None else cache.recent.layers[0],
+        staged=None if staging is None else cache.staging.layers[0],
+    )
+    return x, own, (cache.k_scales, cache.v_scales), faults
 
 
 def from_arrays(

@@ -191,10 +191,15 @@ def story(model, **options):
     step([4, 1, 5], packed=True)
 
 
-@pytest.mark.parametrize(
-    "name", fast_only(["turbo2", "bf16", "fp8k_turbo4v", "int8", "turbo3", "nvfp4"], ["turbo2"])
-)
+@pytest.mark.parametrize("name", fast_only(["turbo2", "bf16", "fp8k_turbo4v"], ["turbo2"]))
 def test_every_query_sees_what_the_rule_says(name):
+    story(Model(config_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["f16", "fp8", "int8", "nvfp4", "turbo3", "turbo4", "turbo8"])
+def test_every_query_sees_what_the_rule_says_in_every_format(name):
     story(Model(config_of(name)))
 
 

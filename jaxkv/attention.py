@@ -59,7 +59,7 @@ def attend_pages(
       v_scale: likewise for values.
       k_mean: f32 [kv_heads, head_dim], what was taken off every stored key; None for nothing. The
         softmax does not see it; the log-sum-exp, sinks and a soft cap do.
-      exact: tokens that are read from there in place of their pages. Only "xla" reads them.
+      exact: tokens that are read from there in place of their pages.
       scale: scalar factor of the scores; None means 1 / sqrt(head_dim).
       window: static int W >= 1: only keys p - W + 1 to p, at the cost of the window. None: all.
       soft_cap: positive scalar; scores become cap * tanh(score * scale / cap) before the mask
@@ -94,16 +94,17 @@ def attend_pages(
     if k_mean is not None and (return_lse or sinks is not None or cap is not None):
         shift = _score_shift(q, k_mean, factor)
     if _chosen(implementation) == "pallas_gpu":
-        if stored is not None or keep_first or exact is not None:
+        if stored is not None or keep_first:
             raise NotImplementedError(
-                "implementation: 'pallas_gpu' reads neither stored blocks, nor keep_first tokens "
-                "behind the window, nor exact tokens; pass 'xla' or None"
+                "implementation: 'pallas_gpu' reads neither stored blocks nor keep_first tokens "
+                "behind the window; pass 'xla' or None"
             )
         out, lse = _attend_pallas_gpu(
             q,
             k_pages,
             v_pages,
             plan,
+            exact,
             k_spec=k_spec,
             v_spec=v_spec,
             k_scale=k_scale,
@@ -115,13 +116,7 @@ def attend_pages(
             shift=shift,
         )
         return (out, lse) if return_lse else out
-    queries = Queries(
-        tables=plan.block_tables,
-        starts=plan.starts,
-        counts=plan.new_tokens,
-        offsets=plan.offsets,
-        max_tokens=plan.max_new_tokens,
-    )
+    queries = _queries(plan)
     if stored is not None:
         first = attention_stored.first_resident_keys(plan.block_tables, k_pages.block_size)
         reach = (first, jnp.full_like(first, jnp.iinfo(jnp.int32).max))
@@ -153,6 +148,16 @@ def attend_pages(
         keep_first=keep_first,
     )
     return (out, lse) if return_lse else out
+
+
+def _queries(plan: StepPlan) -> Queries:
+    return Queries(
+        tables=plan.block_tables,
+        starts=plan.starts,
+        counts=plan.new_tokens,
+        offsets=plan.offsets,
+        max_tokens=plan.max_new_tokens,
+    )
 
 
 def _score_shift(q: jax.Array, k_mean: jax.Array, scale: jax.Array) -> jax.Array:
@@ -254,6 +259,7 @@ def _attend_pallas_gpu(
     k_pages: Pages,
     v_pages: Pages,
     plan: StepPlan,
+    exact: ExactLayer | None,
     *,
     k_spec: SideSpec,
     v_spec: SideSpec,
@@ -265,10 +271,10 @@ def _attend_pallas_gpu(
     sinks: jax.Array | None,
     shift: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The GPU kernel, between the two rotations."""
+    """The GPU kernel, between the two rotations; exact tokens are merged by XLA."""
     import pallas_kernels
 
-    rows = rotate(q, k_spec)
+    rows, factor = rotate(q, k_spec), jnp.float32(scale)
     if not isinstance(scale, (int, float)):
         # The kernel's own factor is static; one that is an array goes into the queries.
         rows, scale = rows * scale, 1.0
@@ -280,6 +286,14 @@ def _attend_pallas_gpu(
             "implementation='xla', or a calibration without key means"
         )
     sinks = None if sinks is None else sinks.astype(jnp.float32)
+    is_whole = shift is None and exact is None
+    left_out = None
+    if exact is not None:
+        # The kernel leaves out all of the first tokens or none.
+        holds_first = exact.first_from == 0
+        exact = dataclasses.replace(exact, first_from=jnp.where(holds_first, 0, exact.first))
+        first = jnp.where(holds_first, exact.first, 0)
+        left_out = pallas_kernels.LeftOut(first, exact.recent_from, exact.recent)
     out, lse = pallas_kernels.paged_attention(
         rows,
         k_pages,
@@ -295,11 +309,25 @@ def _attend_pallas_gpu(
         offsets=plan.offsets if plan.is_packed else None,
         window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
-        sinks=sinks if shift is None else None,
+        sinks=sinks if is_whole else None,
+        left_out=left_out,
     )
-    if shift is not None:
-        out, lse = merge_partials([(out.astype(jnp.float32), lse)], sinks, shift)
-    return unrotate(out, v_spec).astype(q.dtype), lse
+    out = unrotate(out, v_spec)
+    if not is_whole:
+        parts = [(out.astype(jnp.float32), lse)]
+        if exact is not None:
+            cap = None if soft_cap is None else jnp.float32(soft_cap)
+            part = exact_attention(
+                q.reshape(-1, *q.shape[-2:]),
+                exact,
+                _queries(plan),
+                scale=factor,
+                soft_cap=cap,
+                window=window,
+            )
+            parts.append((part[0].reshape(out.shape), part[1].reshape(lse.shape)))
+        out, lse = merge_partials(parts, sinks, shift)
+    return out.astype(q.dtype), lse
 
 
 def _chosen(name: str | None) -> str:

@@ -51,10 +51,7 @@ def unsupported(config: CacheConfig, implementation: str, layer: int) -> tuple[s
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda"):
         return (f"the default device is a {platform}, expected an NVIDIA GPU",)
-    reasons = _gpu_reasons(config, layer)
-    if config.has_exact_tokens:
-        reasons += ("exact_first and exact_recent are served by 'xla' only",)
-    return reasons
+    return _gpu_reasons(config, layer)
 
 
 @functools.cache

@@ -266,8 +266,8 @@ def write_qkv(
     # Outside the inner jits, so that layers share one gather of a step's angles.
     angles = None if rope is None else tuple(_rows_of(table, positions) for table in rope)
     chosen = choose_implementation(cache.config, implementation, layer=layer)
-    # Online calibration stages keys, which the fused kernel keeps to itself.
-    is_fused = chosen == "pallas_gpu" and cache.staging is None
+    # Exact tokens and online calibration need the keys, which the fused kernel keeps to itself.
+    is_fused = chosen == "pallas_gpu" and cache.staging is None and cache.recent is None
     if is_fused and not _fused_reasons(cache, spec, qkv, rope, rope_style):
         store = _FusedStore(num_q_heads, rope_style, eps)
         return store_rows(cache, layer, (qkv, angles, q_norm, k_norm), plan, store)

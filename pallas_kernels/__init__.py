@@ -6,8 +6,10 @@ They know arrays and static numbers, never a cache object.
 from pallas_kernels.paged_attention import paged_attention, unsupported_reasons
 from pallas_kernels.paged_write import WriteTuning, paged_write, write_unsupported_reasons
 from pallas_kernels.qkv_write import paged_qkv_write, qkv_unsupported_reasons
+from pallas_kernels.row_blocks import LeftOut
 
 __all__ = [
+    "LeftOut",
     "WriteTuning",
     "paged_attention",
     "paged_qkv_write",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from marks import full_except
 
 import jaxkv
 import pallas_kernels
@@ -37,9 +38,9 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(pallas_kernels, name, kernel)
 
 
-def run(implementation, packed, k_mean=None):
+def run(implementation, packed, k_mean=None, config=CONFIG):
     rng = np.random.default_rng(0)
-    cache = jaxkv.init(CONFIG, k_scales=0.05, v_scales=0.3)
+    cache = jaxkv.init(config, k_scales=0.05, v_scales=0.3)
     if k_mean is not None:
         cache = dataclasses.replace(cache, k_means=(k_mean,))
     outputs = []
@@ -79,6 +80,21 @@ def test_the_gpu_kernels_serve_the_public_verbs(interpreted, packed, centered):
     codes, want_codes = cache.layers[0].v.data[0], want_cache.layers[0].v.data[0]
     # A rotated value may round across a bound differently, rarely.
     assert float((codes != want_codes).mean()) < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", full_except([False, True], [False]))
+def test_exact_tokens_beside_the_gpu_kernel(interpreted, packed):
+    exact = dataclasses.replace(
+        CONFIG, format="turbo2", exact_first=1, exact_recent=3, max_step_tokens=16
+    )
+    _, got = run("pallas_gpu", packed, config=exact)
+    _, want = run("xla", packed, config=exact)
+    _, without = run("xla", packed, config=dataclasses.replace(CONFIG, format="turbo2"))
+    for (out, lse), (want_out, want_lse), (far, _) in zip(got, want, without):
+        size = np.linalg.norm(want_out)
+        assert np.linalg.norm(out - want_out) < 5e-3 * size < np.linalg.norm(far - want_out)
+        chex.assert_trees_all_close(lse, want_lse, atol=1e-2)
 
 
 def run_qkv(implementation, config, rotary_dim):

@@ -93,6 +93,13 @@ def test_a_centered_case_calibrates_and_boundary_layers_count(model):
 
 
 @pytest.mark.slow
+def test_windows_of_exact_tokens_alone_lose_nothing_and_their_bits_are_counted(model):
+    result = make(model, chunk=16).measure("turbo2+first1+recent64")
+    assert result.kl < 1e-4
+    assert result.bits == 2.5 + 16
+
+
+@pytest.mark.slow
 def test_recall_agrees_with_the_model_without_a_cache(model):
     # The model's own likeliest continuation is found, anything else is not.
     windows = WINDOWS[:2].copy()

@@ -246,13 +246,17 @@ class Scheduler:
           chunk: most tokens of one prompt in a step, a multiple of the block size.
           tokens_per_step: tokens of a step; by default a chunk and one more for each other slot,
             rounded up to a multiple of 8. More lets several prompts advance at once.
-          prefix: shares blocks between prompts that begin alike; it must follow `cache`.
+          prefix: shares blocks between prompts that begin alike; it must follow `cache`. With exact
+            tokens, those attached are read from their pages: an answer may then differ from that
+            of the request alone.
           store: a `BlockStore` for preempted requests; without one, or when it is full, they are
             computed again.
 
         Raises:
           ValueError: a chunk or tokens_per_step that cannot work, or a config that moves or drops
             blocks of long sequences.
+          CacheError: online calibration has not frozen the scales of `cache` yet: until then what
+            is stored depends on who came first.
         """
         config = cache.config
         for name in ("window", "resident_blocks_per_sequence"):
@@ -269,6 +273,12 @@ class Scheduler:
             raise ValueError(
                 f"chunk: got {chunk}, expected at most max_step_tokens = {config.max_step_tokens}"
             )
+        if config.exact_recent and chunk > config.max_step_tokens:
+            raise ValueError(
+                f"chunk: got {chunk}, expected at most max_step_tokens = {config.max_step_tokens}, "
+                "which exact_recent allows a sequence in a step"
+            )
+        online.require_frozen(cache, "Scheduler")
         least = config.max_sequences - 1 + chunk
         total = -(-least // 8) * 8 if tokens_per_step is None else tokens_per_step
         if total < least:

@@ -308,6 +308,10 @@ def test_what_the_cache_refuses_for_good_is_an_error_and_can_be_cancelled():
     [
         (lambda: Scheduler(None, jaxkv.init(CONFIG), chunk=12), "chunk: got 12, expected a mult"),
         (lambda: make(dataclasses.replace(CONFIG, window=9)), "window = 9, expected None"),
+        (
+            lambda: make(dataclasses.replace(CONFIG, exact_recent=4, max_step_tokens=8)),
+            "chunk: got 16, expected at most max_step_tokens = 8",
+        ),
         (lambda: make(tokens_per_step=18), "tokens_per_step: got 18, expected at least 19"),
         (lambda: make().submit([]), "prompt: expected at least one token"),
         (lambda: make().submit([1, -2]), "none negative"),
@@ -330,6 +334,16 @@ def test_formats_share_and_preempt_alike(fmt):
     differ = sum(a != alone(p, config) for a, p in zip(answers, CHATS))
     assert differ <= scheduler.statistics.near_ties
     assert_clean(scheduler, held=len(prefix))
+
+
+@pytest.mark.slow
+def test_exact_tokens_travel_with_swapped_requests():
+    config = dataclasses.replace(CONFIG, format="turbo4", exact_first=2, exact_recent=8)
+    store = jaxkv.BlockStore(None, max_bytes=2**24)
+    scheduler = make(config, store=store)
+    assert run_in(range(6), PROMPTS, scheduler) == [alone(p, config) for p in PROMPTS]
+    assert scheduler.statistics.swaps > 0
+    assert_clean(scheduler)
 
 
 class LogitsOnly(nnx.Module):

@@ -82,7 +82,8 @@ class Model:
                 where = (table[s, j // size], slice(None), j % size)
                 self.append(s, flat_k[index], flat_v[index], k_pages[where], v_pages[where])
         want, want_lse = self.attend(q, plan, **options)
-        tolerance = 2e-2 if dtype == jnp.bfloat16 else 2e-5
+        # XLA multiplies f32 queries by decoded keys as pairs of bf16.
+        tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-4
         np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=tolerance)
         np.testing.assert_allclose(lse, want_lse, atol=1e-4)
         return plan

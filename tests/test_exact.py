@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from marks import fast_only
+from marks import full_except
 
 import jaxkv
 from jaxkv import exact
@@ -18,6 +18,7 @@ from jaxkv import exact
 S, T, N = 3, 6, 10
 HEADS, Q_HEADS, DIM, V_DIM = 2, 4, 32, 16
 FIRST, RECENT = 2, 5
+OTHERS = ("bf16", "f16", "fp8", "fp8k_turbo4v", "nvfp4", "turbo8", "turbo4", "turbo3", "turbo2")
 
 
 def config_of(name="int8", **fields):
@@ -192,7 +193,7 @@ def story(model, **options):
     step([4, 1, 5], packed=True)
 
 
-@pytest.mark.parametrize("name", fast_only(["int8", "turbo2", "fp8k_turbo4v"], ["int8"]))
+@pytest.mark.parametrize("name", full_except(["int8", *OTHERS], ["int8"]))
 def test_every_query_sees_what_the_rule_says(name):
     story(Model(config_of(name)))
 
@@ -220,13 +221,7 @@ def test_random_steps_and_moves(seed):
     jaxkv.check(model.cache)
 
 
-@pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["bf16", "f16", "fp8", "nvfp4", "turbo3", "turbo4", "turbo8"])
-def test_every_query_sees_what_the_rule_says_in_every_format(name):
-    story(Model(config_of(name)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [dict(exact_first=0), dict(exact_recent=0), dict(exact_first=4, exact_recent=1)]
@@ -235,6 +230,7 @@ def test_either_kind_of_exact_token_alone(fields):
     story(Model(config_of("fp8k_turbo4v", **fields)))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -250,6 +246,7 @@ def test_window_soft_cap_sinks_and_narrow_queries(options):
     story(Model(config_of()), **options)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_contiguous_cache_keeps_exact_tokens_and_grows():
     config = config_of("turbo3")
@@ -261,6 +258,7 @@ def test_a_contiguous_cache_keeps_exact_tokens_and_grows():
     model.step([6, 1, 2])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_long_chunks_run_in_tiles():
     fields = dict(exact_recent=100, max_step_tokens=150, num_blocks=80, max_blocks_per_sequence=24)
@@ -272,7 +270,9 @@ def test_long_chunks_run_in_tiles():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window, keep_first, recent", [(9, 0, 5), (4, 3, 7), (9, 1, 5)])
+@pytest.mark.parametrize(
+    "window, keep_first, recent", full_except([(9, 0, 5), (4, 3, 7), (9, 1, 5)], [(9, 1, 5)])
+)
 def test_windows_that_drop_blocks(window, keep_first, recent):
     fields = dict(window=window, keep_first=keep_first, exact_recent=recent)
     model = Model(config_of(**fields))
@@ -319,6 +319,7 @@ def test_tokens_of_a_prefix_cache_are_read_from_their_pages():
     model.step([2, 1, 1])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_token_by_token_run_equals_a_chunk():
     config = config_of()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from marks import full_except
 
 import jaxkv
 
@@ -109,9 +110,7 @@ def assert_as_if_known(run, story):
                 np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    "packed, num_layers", [(False, 1), pytest.param(True, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("packed, num_layers", full_except([(False, 1), (True, 2)], [(False, 1)]))
 def test_the_step_that_fills_the_window_makes_everything_right(packed, num_layers):
     def story(run):
         until_frozen(run, packed)

@@ -3,8 +3,15 @@
 import pytest
 
 
-def fast_only(values, fast):
-    """`values` as parameters, all but those in `fast` marked slow. A tuple is several arguments."""
+def fast_only(values, fast, daily=None):
+    """`values` as parameters, all but those in `fast` marked slow. A tuple is several arguments.
+
+    With `daily`, those in neither are left to the full run.
+    """
+    if daily is not None:
+        slow = {p.values: p.marks for p in _mark(daily, fast, pytest.mark.slow)}
+        rest = _mark(values, (*fast, *daily), (pytest.mark.slow, pytest.mark.full))
+        return [pytest.param(*p.values, marks=slow.get(p.values, p.marks)) for p in rest]
 
     return _mark(values, fast, pytest.mark.slow)
 

@@ -16,7 +16,7 @@ from jaxkv.formats import FORMATS
 
 FORMAT_NAMES = tuple(FORMATS)
 PAIRS = ("fp8k_turbo4v", "turbo3k_turbo8v", "int8k_nvfp4v")
-ALL = fast_only([*FORMAT_NAMES, *PAIRS], ["bf16", "fp8k_turbo4v"])
+ALL = fast_only([*FORMAT_NAMES, *PAIRS], ["bf16", "fp8k_turbo4v"], ["int8", "nvfp4", "turbo3"])
 SYMMETRIC = fast_only(FORMAT_NAMES, ["int8"])
 S, T = 3, 4
 

@@ -12,7 +12,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("continuous_batching.py", "get the same tokens: 2 of 2"),
+        pytest.param(
+            "continuous_batching.py", "get the same tokens: 2 of 2", marks=pytest.mark.full
+        ),
         ("decode_in_jit.py", "free blocks 61 of 64"),
         ("generate_text.py", "Name one planet."),
     ],

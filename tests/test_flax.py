@@ -56,17 +56,20 @@ def padded_step(attention, x, cache, new_tokens):
 uncached = jax.jit(lambda attention, x: attention.uncached(x))
 
 
+FULL = (pytest.mark.slow, pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
         pytest.param({"rope_style": "interleaved", "rope_theta": 1e5}, marks=pytest.mark.slow),
-        pytest.param({"rope_style": "none"}, marks=pytest.mark.slow),
-        pytest.param({"rotary_dim": 8}, marks=pytest.mark.slow),
+        pytest.param({"rope_style": "none"}, marks=FULL),
+        pytest.param({"rotary_dim": 8}, marks=FULL),
         {"qk_norm": True},
         pytest.param({"window": 3}, marks=pytest.mark.slow),
-        pytest.param({"soft_cap": 2.0}, marks=pytest.mark.slow),
-        pytest.param({"scale": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"soft_cap": 2.0}, marks=FULL),
+        pytest.param({"scale": 0.5}, marks=FULL),
         pytest.param({"v_head_dim": 32}, marks=pytest.mark.slow),
     ],
     ids=str,

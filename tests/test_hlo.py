@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import fast_only
 
 import jaxkv
 from jaxkv.formats import FORMATS
@@ -96,8 +97,9 @@ def test_no_step_copies_a_pool(name, program):
     check(name, program, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*FORMATS, "fp8k_turbo4v"])
+@pytest.mark.parametrize(
+    "name", fast_only([*FORMATS, "fp8k_turbo4v"], [], ["f16", "fp8", "nvfp4", "turbo4", "turbo3"])
+)
 def test_no_step_copies_a_pool_in_any_format(name):
     check(name, "while_loop", 1)
 

@@ -46,11 +46,13 @@ def test_each_block_shows_its_holder():
 
 
 def test_stored_and_dropped_columns_are_listed():
-    cache, _ = jaxkv.reserve(jaxkv.init(CONFIG), [30, 0, 0], max_new_tokens=32)
-    tables = cache.block_tables.at[0, :2].set(jnp.asarray([-7, -1]))
-    sequences = dataclasses.replace(cache.sequences, block_tables=tables)
+    cache = shared_cache()
+    tables = cache.block_tables.at[0].set(jnp.asarray([-7, -1, 5, 6, -1, -1, -1, -1]))
+    sequences = dataclasses.replace(
+        cache.sequences, block_tables=tables, lengths=cache.lengths.at[0].set(30)
+    )
     text = str(jaxkv.render(dataclasses.replace(cache, sequences=sequences)))
-    assert text.endswith("slot 0: 30 tokens in 2 blocks, 1 stored, 1 dropped")
+    assert "\nslot 0: 30 tokens in 2 blocks, 1 stored, 1 dropped\n" in text
 
 
 def test_counts_that_do_not_add_up_stand_out():
@@ -64,7 +66,14 @@ def test_a_hundred_thousand_blocks_fit_on_a_screen():
     config = dataclasses.replace(
         CONFIG, num_blocks=100_000, max_sequences=40, max_blocks_per_sequence=2000
     )
-    cache, _ = jaxkv.reserve(jaxkv.init(config), [800] * 39 + [0], max_new_tokens=800)
+    cache = jaxkv.init(config)
+    # 39 sequences of 100 blocks each.
+    tables = cache.block_tables.at[:39, :100].set(jnp.arange(3900).reshape(39, 100))
+    cache = dataclasses.replace(
+        cache,
+        pool=dataclasses.replace(cache.pool, counts=cache.pool.counts.at[:3900].set(1)),
+        sequences=jaxkv.sequences.Sequences(tables, cache.lengths.at[:39].set(800)),
+    )
     lines = str(jaxkv.render(cache)).splitlines()
     assert len(lines) < 50 and max(map(len, lines[1:])) <= 80
     assert "3,900 held by one slot, 96,100 free" in lines[1]

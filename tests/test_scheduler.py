@@ -279,6 +279,7 @@ def test_blocks_taken_by_others_are_noticed_and_lived_with():
     assert int(scheduler.cache.num_free_blocks) == CONFIG.num_blocks - 4
 
 
+@pytest.mark.slow
 def test_too_few_blocks_for_anyone_is_an_error_that_can_be_mended():
     cache, _ = jaxkv.reserve(jaxkv.init(CONFIG), [0, 0, 0, 80], max_new_tokens=80)
     scheduler = Scheduler(tiny_model(), cache, chunk=16)

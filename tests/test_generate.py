@@ -1,5 +1,6 @@
 """Generation on a tiny random model: against a plain uncached loop, and at every edge."""
 
+import dataclasses
 import functools
 
 import chex
@@ -272,3 +273,25 @@ def test_wrong_arguments_are_named(settings, message):
 def test_wrong_samplers_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampler(**settings)
+
+
+@pytest.mark.slow
+def test_layer_programs_carry_exact_tokens_and_online_scales():
+    config = CONFIG.cache_config(
+        format="fp8k_bf16v",
+        **dict(block_size=8, num_blocks=40, max_sequences=4, max_blocks_per_sequence=10),
+        **dict(exact_first=1, exact_recent=8, max_step_tokens=16),
+        online_calibration=jaxkv.OnlineCalibration(window=20),
+    )
+    layered = run(jaxkv.init(config), PROMPTS, 4, keep_sequences=True)
+    # In debug mode all layers are one program.
+    whole = run(
+        jaxkv.init(dataclasses.replace(config, debug=True)), PROMPTS, 4, keep_sequences=True
+    )
+    assert layered.tokens.tolist() == whole.tokens.tolist()
+    got, want = layered.cache, whole.cache
+    assert got.staging.is_frozen and len(set(got.k_scales.tolist())) == CONFIG.num_layers
+    chex.assert_trees_all_close(got.k_scales, want.k_scales, rtol=1e-4)
+    chex.assert_trees_all_close(got.staging, want.staging, atol=1e-3)
+    chex.assert_trees_all_close(got.recent, want.recent, atol=2e-2)
+    assert float(jnp.abs(got.recent.layers[1].k).max()) > 0

@@ -220,18 +220,20 @@ SECTIONS = (attention, write, reserve, prefill, ragged, memory, step)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [section.__name__ for section in SECTIONS]
-    parser.add_argument("sections", nargs="*", choices=names, default=names)
+    parser.add_argument("sections", nargs="*", help=", ".join(names))
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one process, medians as JSON")
     options = parser.parse_args()
+    if unknown := set(options.sections) - set(names):
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
     if options.json:
         cases = list(bench.attention_cases(SHAPE, options.formats.split(",")))
         print(json.dumps(bench.interleave(cases, rounds=options.rounds)))
         return
     for section in SECTIONS:
-        if section.__name__ in options.sections:
+        if not options.sections or section.__name__ in options.sections:
             print(f"\n{section.__doc__}\n\n{section(options)}", flush=True)
 
 

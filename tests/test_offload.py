@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_hlo import NUM_BLOCKS, copies_of_pools
 from test_swap import assert_no_leak, contents, raw
 
 import jaxkv
@@ -353,3 +354,33 @@ def test_generation_with_a_store_writes_the_same_tokens():
     assert int(got.cache.num_free_blocks) == 14
     jaxkv.offload(got.cache, store)
     assert store.nbytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "turbo3"])
+def test_no_step_that_reads_stored_blocks_copies_a_pool(name):
+    cache = jaxkv.init(config_of(name, num_blocks=NUM_BLOCKS))
+    store = jaxkv.BlockStore()
+    program = step.lower(cache, rows(0), jnp.asarray([1, 1]), store).compile()
+    assert copies_of_pools(program.as_text()) == []
+    assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes
+
+
+@pytest.mark.slow
+def test_a_packed_step_reads_stored_blocks_too():
+    cache = grown([44, 30])
+    finite = jax.tree.map(
+        lambda x: x if x.dtype == jnp.uint8 else jnp.full_like(x, 0.01), cache.layers
+    )
+    free = config_of("int8", num_blocks=24, resident_blocks_per_sequence=None)
+    whole = dataclasses.replace(cache, layers=jax.tree.map(jnp.copy, finite), config=free)
+    store = jaxkv.BlockStore()
+    cache = jaxkv.offload(dataclasses.replace(cache, layers=finite), store)
+    assert store.num_blocks == 6
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 12, 2, 32)), jnp.float32)
+    answers = []
+    for state, where in ((whole, None), (cache, store)):
+        state, plan = jaxkv.reserve(state, jnp.asarray([9, 2]), total_tokens=12)
+        state = jaxkv.write(state, 1, x[1, :, :1], x[2, :, :1], plan)
+        answers.append(jaxkv.attend(state, 1, x[0], plan, store=where, return_lse=True))
+    chex.assert_trees_all_close(*answers, rtol=2e-5, atol=2e-5)

@@ -655,6 +655,10 @@ VERBS = {
     "decode": lambda s, x: sequences.reserve(*s, x, block_size=BLOCK)[:2],
     "padded": lambda s, x: reserve(*s, x)[:2],
     "packed": lambda s, x: reserve_packed(*s, x)[:2],
+    "window": lambda s, x: sequences.reserve(
+        *s, x, block_size=BLOCK, window=BLOCK + 1, keep_first=1
+    )[:2],
+    "resident": lambda s, x: sequences.reserve(*s, x, block_size=BLOCK, resident_blocks=2)[:2],
     "release": lambda s, x: sequences.release(*s, x > 0),
     "trim": lambda s, x: trim(*s, x),
     "fork": lambda s, x: sequences.fork(*s, x[:2], x[2:]),

@@ -50,8 +50,9 @@ def swap_out(
 
     Raises:
       ValueError: no such slot, one without tokens, a bad key, or a closed cache.
-      CacheError: the store is full, cannot write, or holds this key already, or online
-        calibration has not frozen the scales yet; nothing has changed.
+      CacheError: the store is full, cannot write, holds this key already, or lacks blocks that
+        `offload` put into another one, or online calibration has not frozen the scales yet;
+        nothing has changed.
     """
     _check_slot(cache, slot)
     online.require_frozen(cache, "swap_out")
@@ -60,12 +61,14 @@ def swap_out(
         raise ValueError(f"slot: {slot} holds no tokens, expected a sequence to swap out")
     table = np.asarray(cache.block_tables[slot])
     table = table[: -(-length // cache.config.block_size)]
+    _check_handles(store, table, f"slot {slot}")
     is_resident = table >= 0
     # In the record a resident column holds its place among the blocks of the payload.
     columns = np.where(is_resident, np.cumsum(is_resident) - 1, table)
     manifest = {
         "geometry": geometry(cache.config),
         "constants": constants(cache),
+        "window": [cache.config.window, cache.config.keep_first],
         "length": length,
         "columns": columns.tolist(),
     }
@@ -106,16 +109,8 @@ def swap_in(
     check_manifest(cache, manifest, f"swapped sequence {key!r}")
     columns = np.asarray(manifest["columns"], np.int32)
     _check_room(cache, columns, f"swapped sequence {key!r}")
-    stored = store.handles()
-    if (columns <= -2).any() and cache.config.resident_blocks_per_sequence is None:
-        raise CacheError(
-            f"swapped sequence {key!r}: blocks of it stay in the store, where attention finds them "
-            "only with CacheConfig(resident_blocks_per_sequence=N)"
-        )
-    if lost := sorted(c for c in columns.tolist() if c <= -2 and -2 - c not in stored):
-        raise CacheError(
-            f"swapped sequence {key!r}: block handle {-2 - lost[0]} is not in the store"
-        )
+    _check_absent_blocks(cache, manifest, columns, f"swapped sequence {key!r}")
+    _check_handles(store, columns, f"swapped sequence {key!r}")
     *pages, state = store.read_sequence(key)
     resident = int((columns >= 0).sum())
     arrays = [_split(p, _shapes(layer, resident)) for p, layer in zip(pages, cache.layers)]
@@ -172,12 +167,8 @@ def offload(cache: PagedCache, store: BlockStore) -> PagedCache:
     tables, lengths = np.array(cache.block_tables), np.asarray(cache.lengths)
     used = -(-lengths // cache.config.block_size)
     age = used[:, None] - 1 - np.arange(tables.shape[1])  # 0 is a sequence's last block
-    named = set((-2 - tables[tables <= -2]).tolist()) | store.handles_of_sequences()
-    if lost := named - store.handles():
-        raise CacheError(
-            f"block handle {min(lost)} is not in the store: pass the store that holds this cache's "
-            "blocks, and the newest cache"
-        )
+    _check_handles(store, tables, "cache")
+    named = _handles(tables) | store.handles_of_sequences()
     store.delete_blocks(sorted(store.handles() - named))
     cache, put = _move_out(cache, store, tables, np.argwhere((age >= limit) & (tables >= 0)))
     try:
@@ -188,9 +179,22 @@ def offload(cache: PagedCache, store: BlockStore) -> PagedCache:
     except CacheError:
         store.delete_blocks(put)
         raise
-    named = set((-2 - tables[tables <= -2]).tolist()) | store.handles_of_sequences()
+    named = _handles(tables) | store.handles_of_sequences()
     store.delete_blocks(sorted(store.handles() - named))
     return cache
+
+
+def _handles(entries: np.ndarray) -> set[int]:
+    """Handles that table entries name."""
+    return set((-2 - entries[entries <= -2]).tolist())
+
+
+def _check_handles(store: BlockStore, entries: np.ndarray, what: str) -> None:
+    if lost := _handles(entries) - store.handles():
+        raise CacheError(
+            f"{what}: block handle {min(lost)} is not in the store: pass the store that holds this "
+            "cache's blocks, and the newest cache"
+        )
 
 
 def _move_out(
@@ -244,6 +248,7 @@ def _bring_back(
     return dataclasses.replace(cache, pool=pool, sequences=sequences)
 
 
+@functools.lru_cache(maxsize=64)
 def geometry(config: CacheConfig) -> str:
     """What the bytes of a block depend on, as JSON; the size of the pool is not part of it."""
     layers = []
@@ -424,6 +429,24 @@ def _check_slot(cache: PagedCache, slot: int) -> None:
         raise ValueError("cache: closed; its pages were given back by jaxkv.close")
     if not 0 <= slot < cache.config.max_sequences:
         raise ValueError(f"slot: got {slot}, expected 0 to {cache.config.max_sequences - 1}")
+
+
+def _check_absent_blocks(
+    cache: PagedCache, manifest: Mapping[str, Any], columns: np.ndarray, what: str
+) -> None:
+    """Raises CacheError if this cache's attention would miss blocks that are not on the device."""
+    config = cache.config
+    if (columns <= -2).any() and config.resident_blocks_per_sequence is None:
+        raise CacheError(
+            f"{what}: blocks of it stay in the store, where attention finds them only with "
+            "CacheConfig(resident_blocks_per_sequence=N)"
+        )
+    window, keep_first = manifest["window"]
+    if (columns == -1).any() and [config.window, config.keep_first] != [window, keep_first]:
+        raise CacheError(
+            f"{what}: blocks of it were dropped under window={window}, keep_first={keep_first}; "
+            "this cache's config must say the same"
+        )
 
 
 def _check_room(cache: PagedCache, columns: np.ndarray, what: str) -> None:

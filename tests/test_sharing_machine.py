@@ -113,6 +113,7 @@ class Sharing:
             ] % NUM_IDS
         tables, free = np.asarray(self.cache.block_tables), int(self.cache.num_free_blocks)
         self.cache, granted, refusal = append(self.cache, ids, jnp.asarray(counts))
+        granted, refusal = np.asarray(granted), np.asarray(refusal)
         for s, count in enumerate(counts):
             used, rest = divmod(len(self.contents[s]), BLOCK)
             stuck = self.limit is not None and (
@@ -145,15 +146,17 @@ class Sharing:
 
     def trim(self):
         new = [self.draw(-1, len(c)) for c in self.contents]
-        before = int(self.cache.faults.past_capacity)
+        before = int(np.asarray(self.cache.faults.counts)[jaxkv.FaultKind.PAST_CAPACITY])
         self.cache = VERBS["trim"](self.cache, jnp.asarray(new))
         got = np.asarray(self.cache.lengths).tolist()
         ignored = sum(n >= 0 and n != g for n, g in zip(new, got))
-        assert int(self.cache.faults.past_capacity) - before == ignored
+        after = int(np.asarray(self.cache.faults.counts)[jaxkv.FaultKind.PAST_CAPACITY])
+        assert after - before == ignored
         assert self.config.window is not None or ignored == 0
         assert all(g in (n, len(c)) for n, g, c in zip(new, got, self.contents))
         self.contents = [c[:g] for c, g in zip(self.contents, got)]
-        self.cache = jaxkv.clear_faults(self.cache)
+        if ignored:
+            self.cache = jaxkv.clear_faults(self.cache)
 
     def release(self):
         mask = [self.draw(0, 1) == 1 for _ in range(S)]
@@ -269,9 +272,9 @@ class Sharing:
         if kind == 0:
             self.store.max_bytes = self.store.nbytes + self.draw(0, 3000)
         elif kind == 1:
-            patch.setattr(os, "fsync", self.failing(OSError("no space"), self.draw(0, 2)))
+            patch.setattr(os, "fsync", self.failing(OSError("no space"), self.draw(0, 1)))
         elif kind == 2:
-            patch.setattr(os, "replace", self.failing(Killed(), self.draw(0, 2)))
+            patch.setattr(os, "replace", self.failing(Killed(), self.draw(0, 1)))
         files = sorted(self.path.glob("*.jaxkv")) if kind == 1 else None
         try:
             yield struck
@@ -334,7 +337,7 @@ class Sharing:
 
     def check_contents(self, slot):
         ids = np.asarray(self.contents[slot], np.int64)
-        row = np.asarray(self.cache.block_tables[slot])
+        row = np.asarray(self.cache.block_tables)[slot]
         for layer, expected in enumerate(expected_rows()):
             pool = [np.asarray(leaf) for leaf in jax.tree.leaves(self.cache.layers[layer])]
             for column in range(-(-len(ids) // BLOCK)):
@@ -457,7 +460,7 @@ def drive(kind, path, operations, seed):
 
 
 def test_hundreds_of_random_operations(tmp_path):
-    run("resident", tmp_path, examples=5, steps=40)
+    run("resident", tmp_path, examples=3, steps=40)
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ def filled(config, **scales):
     return dataclasses.replace(cache, layers=jax.tree.unflatten(tree, leaves))
 
 
-append = jax.jit(functools.partial(jaxkv.reserve, max_new_tokens=BLOCK * COLUMNS))
+# Not jitted as a whole, so that caches of all formats share one compiled program.
+append = functools.partial(jaxkv.reserve, max_new_tokens=BLOCK * COLUMNS)
 
 
 def with_lengths(cache, lengths):

@@ -39,7 +39,9 @@ def rows(seed):
     return np.random.default_rng(seed).standard_normal((3, S, T, 2, 32)).astype(np.float32)
 
 
-reserve = jax.jit(functools.partial(jaxkv.reserve, max_new_tokens=BLOCK * COLUMNS))
+reserve = functools.partial(jaxkv.reserve, max_new_tokens=BLOCK * COLUMNS)
+# Shared by tests that look at bookkeeping alone: one compiled program.
+SMALL = {"num_blocks": 8, "window": 17, "keep_first": 3}
 
 STEPS = [(16, 5), (16, 0), (7, 16), (1, 1), (16, 16), (16, 1), (1, 1), (5, 1), (1, 1)]
 
@@ -88,25 +90,25 @@ def test_the_first_tokens_stay_and_every_query_sees_them():
 
 
 def test_blocks_are_dropped_when_no_query_sees_them_and_serve_the_same_step():
-    cache = jaxkv.init(config_of(num_blocks=6, window=17))
+    cache = jaxkv.init(config_of(**SMALL))
     cache, plan = reserve(cache, jnp.asarray([41, 0]))
     assert plan.granted.all() and columns(cache, 0) == "xxxxxx......"
-    cache, plan = reserve(cache, jnp.asarray([0, 1]))  # slot 0 is left alone
+    cache, plan = reserve(cache, jnp.asarray([0, 17]))  # slot 0 is left alone
     assert plan.refusal.tolist() == [0, 1] and columns(cache, 0) == "xxxxxx......"
-    # The next query stands at 41 and sees keys from 25 on.
+    # The next query stands at 41 and sees keys from 25 on, and 0 to 2.
     cache, plan = reserve(cache, jnp.asarray([24, 0]))
-    assert plan.granted.all() and columns(cache, 0) == "...xxxxxx..."
-    assert int(cache.num_free_blocks) == 0
-    cache, plan = reserve(cache, jnp.asarray([0, 8]))
+    assert plan.granted.all() and columns(cache, 0) == "x..xxxxxx..."
+    assert int(cache.num_free_blocks) == 1
+    cache, plan = reserve(cache, jnp.asarray([0, 17]))
     assert plan.refusal.tolist() == [0, 1]
     assert_no_leak(cache)
-    cache, plan = reserve(cache, jnp.asarray([1, 8]))
-    assert plan.granted.all() and columns(cache, 0) == "......xxx..."
+    cache, plan = reserve(cache, jnp.asarray([1, 17]))
+    assert plan.granted.all() and columns(cache, 0) == "x.....xxx..."
     assert_no_leak(cache)
 
 
 def test_a_trim_back_to_dropped_blocks_is_ignored_and_counted():
-    cache = jaxkv.init(config_of(window=17, keep_first=3))
+    cache = jaxkv.init(config_of(**SMALL))
     cache, _ = reserve(cache, jnp.asarray([41, 0]))
     cache, _ = reserve(cache, jnp.asarray([7, 0]))
     assert columns(cache, 0) == "x..xxx......"
@@ -122,9 +124,10 @@ def test_a_trim_back_to_dropped_blocks_is_ignored_and_counted():
     assert int(cache.lengths[0]) == 8 and columns(cache, 0) == "x..........."
     cache = jaxkv.trim(cache, jnp.asarray([0, -1]))
     jaxkv.check(cache, strict=True)
-    assert int(cache.num_free_blocks) == 14
+    assert int(cache.num_free_blocks) == 8
 
 
+@pytest.mark.slow
 def test_a_partly_filled_block_is_needed_even_where_it_is_not_seen():
     cache = jaxkv.init(config_of(window=1))
     cache, _ = reserve(cache, jnp.asarray([16, 0]))
@@ -138,19 +141,22 @@ def test_a_partly_filled_block_is_needed_even_where_it_is_not_seen():
 
 def test_dropped_columns_survive_sharing_and_swapping():
     store = jaxkv.BlockStore()
-    cache = jaxkv.init(config_of(window=17))
+    cache = jaxkv.init(config_of(**SMALL))
     cache, _ = reserve(cache, jnp.asarray([41, 0]))
     cache, _ = reserve(cache, jnp.asarray([1, 0]))
     cache = jaxkv.fork(cache, jnp.asarray([0]), jnp.asarray([1]))
-    assert columns(cache, 1) == "...xxx......" and int(cache.num_free_blocks) == 11
+    assert columns(cache, 1) == "x..xxx......" and int(cache.num_free_blocks) == 4
     cache = jaxkv.swap_out(cache, 0, store)
     cache = jaxkv.reorder(cache, jnp.asarray([-1, 1]))
+    for other in ({}, {"window": None}):
+        with pytest.raises(jaxkv.CacheError, match="dropped under window=17, keep_first=3"):
+            jaxkv.swap_in(jaxkv.init(config_of(**other)), 0, store)
     cache = jaxkv.swap_in(cache, 0, store)
-    assert columns(cache, 0) == columns(cache, 1) == "...xxx......"
-    prefix = jaxkv.PrefixCache(config_of(window=17))
+    assert columns(cache, 0) == columns(cache, 1) == "x..xxx......"
+    prefix = jaxkv.PrefixCache(config_of(**SMALL))
     cache = prefix.insert(cache, 0, np.arange(42))
-    assert len(prefix) == 0
-    assert_no_leak(cache)
+    assert len(prefix) == 1
+    assert_no_leak(cache, extra=np.asarray(cache.block_tables)[0, :1])
 
 
 def test_options_that_contradict_each_other_are_refused():
@@ -162,11 +168,11 @@ def test_options_that_contradict_each_other_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             config_of(**options)
-    config = config_of(keep_first=2)
+    config = config_of(**SMALL)
     assert jaxkv.CacheConfig.from_json(config.to_json()) == config
     cache = jaxkv.init(config)
-    _, plan = jaxkv.reserve(cache, jnp.asarray([1, 1]))
-    q = jnp.zeros((S, 1, 2, 32))
-    for window in (None, WINDOW + 1):
-        with pytest.raises(ValueError, match="at most CacheConfig's window = 21"):
+    _, plan = reserve(cache, jnp.asarray([1, 1]))
+    q = jnp.zeros((S, BLOCK * COLUMNS, 2, 32))
+    for window in (None, 18):
+        with pytest.raises(ValueError, match="at most CacheConfig's window = 17"):
             jaxkv.attend(cache, 0, q, plan, window=window)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import fast_only
+from marks import full_except
 
 import jaxkv
 from jaxkv.formats import FORMATS
@@ -84,7 +84,9 @@ def store(request, tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("name", fast_only([*FORMATS, "fp8k_turbo4v"], ["fp8k_turbo4v", "turbo3"]))
+@pytest.mark.parametrize(
+    "name", full_except([*FORMATS, "fp8k_turbo4v"], ["fp8k_turbo4v", "turbo3"])
+)
 def test_a_sequence_comes_back_byte_for_byte_in_other_blocks_and_another_slot(name, store):
     cache = with_lengths(filled(config_of(name)), [5, 29, 8])
     want, old = contents(cache, 1), np.asarray(cache.block_tables[1, :4])

@@ -451,6 +451,8 @@ def _set_aside(path: pathlib.Path, until: int) -> int:
             os.fsync(file.fileno())
         os.replace(temporary, path / "handles")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CacheError(f"the block store cannot write to {path}: {error}") from error
     return until
 

@@ -96,17 +96,17 @@ def test_the_answer_is_that_of_resident_blocks_alone_in_every_format(name):
     check_answers(name, layers=LAYERS)
 
 
+OPTIONS = {
+    "window": (("window", 21),),
+    "cap": (("soft_cap", 3.0), ("scale", 0.7)),
+    "window and cap": (("window", 9), ("soft_cap", 3.0)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        (("window", 21),),
-        (("soft_cap", 3.0), ("scale", 0.7)),
-        (("window", 9), ("soft_cap", 3.0)),
-    ],
-)
+@pytest.mark.parametrize("options", full_except(OPTIONS, ["window and cap"]))
 def test_windows_caps_and_scales_reach_stored_blocks(options):
-    assert max(store.num_blocks for _, store in both_runs("turbo3", options)) == 10
+    assert max(store.num_blocks for _, store in both_runs("turbo3", OPTIONS[options])) == 10
 
 
 @pytest.mark.slow
@@ -123,7 +123,8 @@ def test_a_disk_store_and_sinks_give_the_same_answer(tmp_path):
         with_sinks, sunk = jaxkv.attend(
             cache, layer, q, plan, store=store, sinks=sinks, return_lse=True
         )
-        chex.assert_trees_all_close(sunk, jnp.logaddexp(lse, sinks), atol=1e-5)
+        want = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks))
+        chex.assert_trees_all_close(sunk, want, atol=1e-5)
         share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - sunk))
         chex.assert_trees_all_close(with_sinks, out * share[..., None], atol=1e-5)
 
@@ -338,7 +339,7 @@ def test_generation_with_a_store_writes_the_same_tokens():
     model = Llama(
         LlamaConfig(
             vocab_size=61,
-            num_layers=2,
+            num_layers=1,
             features=32,
             mlp_features=64,
             num_q_heads=2,
@@ -349,10 +350,11 @@ def test_generation_with_a_store_writes_the_same_tokens():
     )
     prompts = [list(range(1, 40)), [7, 8, 9]]
     options = dict(max_new_tokens=40, prefill_chunk=16)
-    free = config_of("int8", num_blocks=24, resident_blocks_per_sequence=None)
+    free = config_of("int8", num_layers=1, num_blocks=24, resident_blocks_per_sequence=None)
     want = generate(model, jaxkv.init(free), prompts, **options)
     store = jaxkv.BlockStore()
-    got = generate(model, jaxkv.init(config_of("int8")), prompts, store=store, **options)
+    cache = jaxkv.init(config_of("int8", num_layers=1))
+    got = generate(model, cache, prompts, store=store, **options)
     assert not got.refused.any()
     np.testing.assert_array_equal(got.tokens, want.tokens)
     assert int(got.cache.num_free_blocks) == 14
@@ -361,7 +363,7 @@ def test_generation_with_a_store_writes_the_same_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "turbo3"])
+@pytest.mark.parametrize("name", full_except(["bf16", "turbo3"], ["turbo3"]))
 def test_no_step_that_reads_stored_blocks_copies_a_pool(name):
     cache = jaxkv.init(config_of(name, num_blocks=NUM_BLOCKS))
     store = jaxkv.BlockStore()

@@ -108,6 +108,19 @@ def test_a_killed_process_leaves_whole_entries_or_none(tmp_path, monkeypatch, wh
     assert not any(name.endswith(".tmp") for name in files(store))
 
 
+def test_a_disk_that_fails_before_the_first_handle_changes_nothing(tmp_path, monkeypatch):
+    store = jaxkv.BlockStore(tmp_path)
+
+    def fail(_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(jaxkv.CacheError, match="no space left"):
+        patch.setattr(os, "fsync", fail)
+        store.put_blocks({}, [PARTS])
+    assert files(store) == [] and store.nbytes == 0
+    assert len(store.put_blocks({}, [PARTS])) == 1
+
+
 def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch):
     store = jaxkv.BlockStore(tmp_path)
     store.put_blocks({}, [PARTS])

@@ -407,7 +407,11 @@ def evaluate(
         llm, tokenizer = _load(model, _bar(progress, "loading the model"))
         texts = {name: tokenizer.encode(_read_text(name)) for name in text or ["python"]}
         calibration = [t for tokens in texts.values() for t in tokens[:_CALIBRATION_TOKENS]]
-        options: Any = {"calibration_tokens": calibration, "directory": results}
+        options: Any = {
+            "calibration_tokens": calibration,
+            "directory": results,
+            "on_reference": _bar(progress, "full precision"),
+        }
         if retrieval:
             needles = measure.Needles.hide(
                 tokenizer.encode, next(iter(texts.values()))[_CALIBRATION_TOKENS:], context

@@ -248,6 +248,8 @@ class Evaluation:
       batch: windows in one cache.
       directory: where results are kept, a file for each case, and found again, and beside them what
         the model said in full precision; None keeps nothing.
+      on_reference: called with (windows done, windows in all) while the model runs in full
+        precision, which the first case waits for.
     """
 
     def __init__(
@@ -260,6 +262,7 @@ class Evaluation:
         chunk: int = 1024,
         batch: int = 4,
         directory: str | Path | None = None,
+        on_reference: Progress | None = None,
     ):
         self.windows = np.asarray(windows, np.int32)
         if self.windows.ndim != 2 or self.windows.shape[0] < 1 or self.windows.shape[1] < 2:
@@ -276,6 +279,7 @@ class Evaluation:
         self._chunk = min(chunk, self.windows.shape[1])
         self._batch = min(batch, self.windows.shape[0])
         self._directory = None if directory is None else Path(directory)
+        self._on_reference = on_reference
         self._calibrations: dict[bool, Calibration] = {}
 
     @functools.cached_property
@@ -445,7 +449,12 @@ class Evaluation:
         """What the output layer reads in full precision, [T, n] of each window."""
 
         def measure() -> np.ndarray:
-            return np.stack([np.asarray(_uncached(self.model, w[None])[0]) for w in self.windows])
+            rows = []
+            for window in self.windows:
+                rows.append(np.asarray(_uncached(self.model, window[None])[0]))
+                if self._on_reference is not None:
+                    self._on_reference(len(rows), len(self.windows))
+            return np.stack(rows)
 
         return list(self._kept("reference", "npy", measure, np.save, np.load))
 

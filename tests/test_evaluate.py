@@ -42,7 +42,9 @@ def make(model, windows=WINDOWS, **options):
 
 @pytest.mark.slow
 def test_the_reference_is_the_model_without_a_cache(model):
-    result = make(model).measure("bf16")
+    calls = []
+    result = make(model, on_reference=lambda *call: calls.append(call)).measure("bf16")
+    assert calls == [(1, 3), (2, 3), (3, 3)]
     logits = np.asarray(model(WINDOWS), np.float64)[:, :-1]
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     loss = -np.take_along_axis(log_p, WINDOWS[:, 1:, None], -1).mean()

@@ -110,6 +110,15 @@ def test_with_lossless_storage_centered_and_plain_attention_agree_to_rounding(pa
         np.testing.assert_array_equal(stored, whole - np.asarray(mean)[:, None])
 
 
+@pytest.mark.slow
+def test_exact_tokens_beside_centered_keys_agree_to_rounding_too():
+    _, plain, _, _ = run(jaxkv.init(CONFIG))
+    # bf16 holds the centered keys without loss, and would not hold the others.
+    exact = dataclasses.replace(CONFIG, exact_first=1, exact_recent=4, max_step_tokens=T)
+    _, centered, _, _ = run(jaxkv.init(exact, calibration=calibration_of(MEANS)))
+    chex.assert_trees_all_close(centered, plain, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize(
     "name", fast_only(["turbo4", "fp8", "int8", "nvfp4", "turbo2"], [], ["turbo4", "fp8"])
 )

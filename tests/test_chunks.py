@@ -70,7 +70,9 @@ def test_a_chunk_decodes_as_the_codec_does(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 80, 96, 112, 128, 192, 256, 512])
+@pytest.mark.parametrize(
+    "head_dim", full_except([16, 32, 48, 80, 96, 112, 128, 192, 256, 512], [16, 48, 112, 128, 256])
+)
 @pytest.mark.parametrize("name", full_except(["nvfp4", "turbo4", "turbo3", "turbo2"], ["turbo3"]))
 def test_every_head_dim(name, head_dim):
     check(name, head_dim)

@@ -58,6 +58,7 @@ def test_the_reference_is_the_model_without_a_cache(model):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_fewer_bits_lose_more_and_a_chunked_prefill_loses_the_same(model):
     few, many = (make(model).measure(name) for name in ("turbo2", "int8"))
     assert few.kl > 4 * many.kl > 0
@@ -95,6 +96,7 @@ def test_a_centered_case_calibrates_and_boundary_layers_count(model):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_windows_of_exact_tokens_alone_lose_nothing_and_their_bits_are_counted(model):
     result = make(model, chunk=16).measure("turbo2+first1+recent64")
     assert result.kl < 1e-4

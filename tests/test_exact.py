@@ -254,6 +254,7 @@ def test_window_soft_cap_sinks_and_narrow_queries(options):
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_contiguous_cache_keeps_exact_tokens_and_grows():
     config = config_of("turbo3")
     model = Model(config, jaxkv.init_contiguous(config, batch=S, capacity=48))
@@ -276,6 +277,7 @@ def test_long_chunks_run_in_tiles():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "window, keep_first, recent", full_except([(9, 0, 5), (4, 3, 7), (9, 1, 5)], [(9, 1, 5)])
 )
@@ -327,6 +329,7 @@ def test_tokens_of_a_prefix_cache_are_read_from_their_pages():
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_token_by_token_run_equals_a_chunk():
     config = config_of()
     rng = np.random.default_rng(0)

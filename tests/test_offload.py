@@ -373,6 +373,7 @@ def test_no_step_that_reads_stored_blocks_copies_a_pool(name):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_packed_step_reads_stored_blocks_too():
     cache = grown([44, 30])
     finite = jax.tree.map(

@@ -91,7 +91,7 @@ def test_packed_step(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTION_NAMES)
 @pytest.mark.parametrize("step", ["decode", "mixed"])
-@pytest.mark.parametrize("name", fast_only(FORMATS, [], ["fp8", "turbo4", "turbo3"]))
+@pytest.mark.parametrize("name", fast_only(FORMATS, [], ["fp8", "turbo3"]))
 def test_options_on_every_format(name, step, option):
     check(name, step, option, 4)
 

@@ -83,6 +83,7 @@ def test_results_are_found_again_and_only_for_their_setting(model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_centered_case_calibrates_and_boundary_layers_count(model):
     evaluation = make(model)
     found = evaluation.calibration("turbo2+centered")

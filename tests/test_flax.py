@@ -63,14 +63,14 @@ FULL = (pytest.mark.slow, pytest.mark.full)
     "options",
     [
         {},
-        pytest.param({"rope_style": "interleaved", "rope_theta": 1e5}, marks=pytest.mark.slow),
+        pytest.param({"rope_style": "interleaved", "rope_theta": 1e5}, marks=FULL),
         pytest.param({"rope_style": "none"}, marks=FULL),
         pytest.param({"rotary_dim": 8}, marks=FULL),
         {"qk_norm": True},
         pytest.param({"window": 3}, marks=pytest.mark.slow),
         pytest.param({"soft_cap": 2.0}, marks=FULL),
         pytest.param({"scale": 0.5}, marks=FULL),
-        pytest.param({"v_head_dim": 32}, marks=pytest.mark.slow),
+        pytest.param({"v_head_dim": 32}, marks=FULL),
     ],
     ids=str,
 )

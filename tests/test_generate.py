@@ -152,6 +152,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_the_rest_go_on():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_kept_sequences_can_go_on():
     cache = make_cache()
     first = run(cache, PROMPTS[:1], 6, keep_sequences=True)
@@ -188,6 +189,7 @@ class LogitsOnly(nnx.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_model_with_nothing_but_a_call_works():
     result = generate(LogitsOnly(tiny_model()), make_cache(), PROMPTS, 4)
     assert result.tokens.tolist() == [greedy(prompt, 4) for prompt in PROMPTS]

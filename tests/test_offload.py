@@ -104,6 +104,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("options", full_except(OPTIONS, ["window and cap"]))
 def test_windows_caps_and_scales_reach_stored_blocks(options):
     assert max(store.num_blocks for _, store in both_runs("turbo3", OPTIONS[options])) == 10
@@ -330,6 +331,7 @@ def test_nothing_is_fetched_where_nothing_is_stored_or_seen():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_generation_with_a_store_writes_the_same_tokens():
     from flax import nnx
 

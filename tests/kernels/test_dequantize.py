@@ -16,7 +16,7 @@ from pallas_kernels.sides import Side
 DECODED = [name for name, f in FORMATS.items() if f.bits < 16]
 HEAD_DIMS = [
     64,
-    pytest.param(128, marks=pytest.mark.slow),
+    pytest.param(128, marks=[pytest.mark.slow, pytest.mark.full]),
     pytest.param(256, marks=[pytest.mark.slow, pytest.mark.full]),
 ]
 FAST = [("fp8", "searched"), ("turbo4", "searched"), ("turbo3", "reference")]

@@ -16,6 +16,7 @@ import gpu  # noqa: E402
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_it_refuses_a_machine_without_a_gpu():
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True, check=False
@@ -24,6 +25,7 @@ def test_it_refuses_a_machine_without_a_gpu():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("path, left_out", [(None, None), ("mma", None), (None, 20)])
 def test_its_oracle_agrees_with_the_interpreted_kernel(path, left_out):
     layer = gpu.make_layer("fp8", "turbo4", 1, 192, heads=1, head_dim=64, first_block=0)
@@ -33,7 +35,7 @@ def test_its_oracle_agrees_with_the_interpreted_kernel(path, left_out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_its_check_of_writes_passes_and_can_fail(monkeypatch, fused):
     params = plgpu.InterpretGPUParams()
     run = functools.partial(

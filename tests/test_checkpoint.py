@@ -169,7 +169,7 @@ jax.tree_util.register_dataclass(
 
 def extended(cache, recent, extra):
     fields = {f.name: getattr(cache, f.name) for f in dataclasses.fields(jaxkv.PagedCache)}
-    return _Extended(**fields, recent=recent, extra=extra)
+    return _Extended(**fields | {"recent": recent}, extra=extra)
 
 
 @pytest.mark.slow

@@ -15,6 +15,9 @@ import jaxkv
 from jaxkv import attention
 from jaxkv.qkv import rope_tables
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, T, QH, KH, D, DV, LAYERS = 2, 10, 4, 2, 32, 16, 2
 LAST = LAYERS - 1
 CONFIG = jaxkv.CacheConfig(

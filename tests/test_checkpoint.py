@@ -15,6 +15,9 @@ from marks import full_except
 
 import jaxkv
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 CONFIG = jaxkv.CacheConfig(
     num_layers=2,
     num_kv_heads=1,

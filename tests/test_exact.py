@@ -16,6 +16,9 @@ import jaxkv
 from jaxkv import exact
 from jaxkv.formats import FORMATS
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, T, N = 3, 6, 10
 HEADS, Q_HEADS, DIM, V_DIM = 2, 4, 32, 16
 FIRST, RECENT = 2, 5

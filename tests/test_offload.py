@@ -13,6 +13,9 @@ from test_swap import assert_no_leak, contents, raw
 import jaxkv
 from jaxkv.formats import FORMATS
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, T, BLOCK, COLUMNS, N, LAYERS = 2, 16, 8, 12, 2, 2
 
 

@@ -14,6 +14,9 @@ from marks import full_except
 
 import jaxkv
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, T, N = 3, 6, 10
 HEADS, DIM, V_DIM = 2, 32, 16
 WINDOW, HEADROOM = 24, 1.5

@@ -17,6 +17,9 @@ import jaxkv.scheduler
 from jaxkv.models import Llama, LlamaConfig
 from jaxkv.scheduler import Scheduler
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 MODEL = LlamaConfig(
     vocab_size=61,
     num_layers=2,

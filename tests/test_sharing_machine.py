@@ -22,6 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 import jaxkv
 from jaxkv import codecs
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, T, COLUMNS, BLOCKS, BLOCK, RESIDENT, WINDOW = 3, 20, 6, 13, 8, 2, 19
 LAYERS = 2
 NUM_IDS = 23

@@ -10,6 +10,9 @@ from marks import full_except
 import jaxkv
 from jaxkv.formats import FORMATS
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, BLOCK, BLOCKS, COLUMNS = 3, 8, 12, 6
 
 

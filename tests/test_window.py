@@ -11,6 +11,9 @@ from test_swap import assert_no_leak
 
 import jaxkv
 
+# Part of the daily run: the fast part keeps to a step and what it is made of.
+pytestmark = pytest.mark.slow
+
 S, T, BLOCK, COLUMNS, WINDOW = 2, 16, 8, 12, 21
 
 

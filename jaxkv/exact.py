@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,13 +163,3 @@ def _store(
         return leaf
 
     return ExactRows(put(rows.k, k), put(rows.v, v))
-
-
-def export_slot(exact: ExactTokens, slot: int | jax.Array) -> Any:
-    """What a slot holds, as a pytree without the slot axis, to swap or save it."""
-    return jax.tree.map(lambda leaf: leaf[slot], exact)
-
-
-def import_slot(exact: ExactTokens, slot: int | jax.Array, held: Any) -> ExactTokens:
-    """Gives a slot what `export_slot` returned."""
-    return jax.tree.map(lambda leaf, one: leaf.at[slot].set(one), exact, held)

@@ -73,7 +73,7 @@ def swap_out(
         "columns": columns.tolist(),
     }
     parts = [_joined(leaves) for leaves in read_pages(cache, table[is_resident])]
-    parts.append(_joined([leaf[slot] for leaf in _slot_leaves(cache)]))
+    parts.append(_joined([leaf[slot] for leaf in jax.tree.leaves(cache.recent)]))
     store.put_sequence(slot if key is None else key, manifest, parts)
     mask = np.arange(cache.config.max_sequences) == slot
     return caches.release(cache, jnp.asarray(mask))
@@ -114,7 +114,7 @@ def swap_in(
     *pages, state = store.read_sequence(key)
     resident = int((columns >= 0).sum())
     arrays = [_split(p, _shapes(layer, resident)) for p, layer in zip(pages, cache.layers)]
-    slot_state = _split(state, _shapes(_slot_leaves(cache)))
+    recent = _split(state, _shapes(cache.recent))
 
     row = np.full(cache.config.max_blocks_per_sequence, -1, np.int32)
     row[: len(columns)] = columns
@@ -127,7 +127,7 @@ def swap_in(
     )
     ids = np.asarray(placed)[: len(columns)][columns >= 0]
     cache = write_pages(cache, ids, arrays)
-    cache = _set_slot_state(cache, slot, slot_state)
+    cache = _set_recent(cache, slot, recent)
     store.delete(key)
     return dataclasses.replace(cache, pool=pool, sequences=sequences)
 
@@ -411,17 +411,11 @@ def _exchange(
     return blocks.release(pool, released), dataclasses.replace(sequences, block_tables=tables)
 
 
-def _slot_leaves(cache: PagedCache) -> list[jax.Array]:
-    """Arrays beside the pages whose first axis is the slot."""
-    return jax.tree.leaves(getattr(cache, "recent", None))
-
-
-def _set_slot_state(cache: PagedCache, slot: int, state: Sequence[np.ndarray]) -> PagedCache:
-    if not state:
-        return cache
-    leaves, tree = jax.tree.flatten(cache.recent)  # type: ignore[attr-defined]
-    leaves = [_scatter(leaf, np.int32(slot), new) for leaf, new in zip(leaves, state)]
-    return dataclasses.replace(cache, recent=jax.tree.unflatten(tree, leaves))  # type: ignore[call-arg]
+def _set_recent(cache: PagedCache, slot: int, rows: Sequence[np.ndarray]) -> PagedCache:
+    """Gives a slot its exact tokens back."""
+    leaves, tree = jax.tree.flatten(cache.recent)
+    leaves = [_scatter(leaf, np.int32(slot), new) for leaf, new in zip(leaves, rows)]
+    return dataclasses.replace(cache, recent=jax.tree.unflatten(tree, leaves))
 
 
 def _check_slot(cache: PagedCache, slot: int) -> None:

@@ -7,13 +7,13 @@ word is taken, and what the pages then hold is compared byte for byte.
 import dataclasses
 import functools
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machines import run_machine
 from marks import fast_only
 
 import jaxkv
@@ -168,18 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def run(name, examples, steps):
-    machine = type("Machine", (CacheMachine,), {"name": name})
-    hypothesis.stateful.run_state_machine_as_test(
-        machine,
-        settings=hypothesis.settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        ),
-    )
+    run_machine(CacheMachine, examples, steps, name=name)
 
 
 @pytest.mark.slow

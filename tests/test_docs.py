@@ -64,7 +64,7 @@ def test_every_block_of_a_page_runs(page, tmp_path):
         assert str(namespace["fmt"]) == "fp8k_turbo4v"
         np.testing.assert_array_equal(namespace["blocks"], [0, -1, 1])
         assert namespace["y"].shape == (8, 1, 576)
-        assert namespace["result"].lengths.tolist() > [0, 0]
+        assert (namespace["result"].lengths > 0).all()
 
 
 CONFIG = jaxkv.CacheConfig(

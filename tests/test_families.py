@@ -4,14 +4,12 @@ Llama and Mistral of Hugging Face rotate halves, Llama in GGUF files neighbourin
 normalises queries and keys per head.
 """
 
-from pathlib import Path
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from data.tiny_models import TINY_MODELS, TOKENS
+from data.tiny_models import TINY_MODELS, TOKENS, in_neighbouring_pairs, recorded_logits
 from marks import fast_only
 from test_models_loaders import tiny_state
 
@@ -26,14 +24,7 @@ CHUNKS = (17, 1, 22)
 
 @pytest.fixture(scope="module")
 def references():
-    with np.load(Path(__file__).parent / "data" / "model_references.npz") as file:
-        return {name: file[name] for name in TINY_MODELS}
-
-
-def in_neighbouring_pairs(weight, head_dim):
-    """Rows [heads * head_dim, features] of q or k, as a GGUF converter orders them."""
-    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[-1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+    return recorded_logits()
 
 
 def load(name, style):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from logits_only import LogitsOnly
 from marks import fast_only
 
 import jaxkv
@@ -176,16 +177,6 @@ def test_any_format_generates(fmt):
 def test_debug_caches_generate_the_same():
     result = run(make_cache(debug=True), PROMPTS[:1], 4)
     assert result.tokens[0].tolist() == greedy(PROMPTS[0], 4)
-
-
-class LogitsOnly(nnx.Module):
-    """A model with nothing but a call."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, tokens, cache, plan):
-        return self.inner(tokens, cache, plan)
 
 
 @pytest.mark.slow

@@ -10,7 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from data.tiny_models import TINY_MODELS, TOKENS, weight
+from data.tiny_models import (
+    TINY_MODELS,
+    TOKENS,
+    in_neighbouring_pairs,
+    recorded_logits,
+    weight,
+)
 from flax import nnx
 
 from jaxkv.models import Llama, load_gguf, load_hf
@@ -92,8 +98,7 @@ def write_gguf(path, name):
             f"blk.{parts[2]}.{_NAMES[parts[3]]}" if key.startswith("model.layers") else _NAMES[key]
         )
         if key.endswith(("q_proj.weight", "k_proj.weight")):
-            halves = value.reshape(-1, 2, raw["head_dim"] // 2, value.shape[-1])
-            value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+            value = in_neighbouring_pairs(value, raw["head_dim"])
         writer.add_tensor(gguf_name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -112,9 +117,8 @@ def test_hf_logits_agree_with_torch(tmp_path, references, name, shards):
 
 
 @pytest.fixture(scope="module")
-def references(request):
-    with np.load(request.path.parent / "data" / "model_references.npz") as file:
-        return {name: file[name] for name in TINY_MODELS}
+def references():
+    return recorded_logits()
 
 
 def test_gguf_holds_the_same_model_as_the_hf_directory(tmp_path):

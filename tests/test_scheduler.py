@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logits_only import LogitsOnly
 from marks import full_except
 
 import jaxkv
@@ -348,16 +349,6 @@ def test_exact_tokens_travel_with_swapped_requests():
     assert run_in(range(6), PROMPTS, scheduler) == [alone(p, config) for p in PROMPTS]
     assert scheduler.statistics.swaps > 0
     assert_clean(scheduler)
-
-
-class LogitsOnly(nnx.Module):
-    """A model with nothing but a call."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, tokens, cache, plan):
-        return self.inner(tokens, cache, plan)
 
 
 @pytest.mark.slow

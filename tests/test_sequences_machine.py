@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from machines import run_machine
 
 from jaxkv import blocks, sequences
 from jaxkv.blocks import BlockPool
@@ -424,17 +424,7 @@ GEOMETRIES = {
 def run(name, monkeypatch, examples, steps):
     # Small, so that moves take several turns.
     monkeypatch.setattr(sequences, "_CHUNK", 2)
-    machine = type("Machine", (SequencesMachine,), {"geometry": GEOMETRIES[name]})
-    machine.TestCase.settings = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        print_blob=True,
-    )
-    test = machine.TestCase("runTest")
-    test.runTest()
+    run_machine(SequencesMachine, examples, steps, geometry=GEOMETRIES[name])
 
 
 def test_a_short_run_agrees_with_the_model(monkeypatch):

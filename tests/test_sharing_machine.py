@@ -11,13 +11,13 @@ import functools
 import os
 import random
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from machines import run_machine
 
 import jaxkv
 from jaxkv import codecs
@@ -433,18 +433,7 @@ class SharingMachine(RuleBasedStateMachine):
 
 def run(kind, tmp_path, examples, steps):
     directories = (tmp_path / str(i) for i in range(10**9))
-    machine = type("Machine", (SharingMachine,), {"kind": kind, "directories": directories})
-    hypothesis.stateful.run_state_machine_as_test(
-        machine,
-        settings=hypothesis.settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        ),
-    )
+    run_machine(SharingMachine, examples, steps, kind=kind, directories=directories)
 
 
 def drive(kind, path, operations, seed):

@@ -1,5 +1,6 @@
 """Tiny random models that tests and recorded references share: geometry and weights from seeds."""
 
+import pathlib
 import zlib
 
 import numpy as np
@@ -62,3 +63,15 @@ def weight(model: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     rng = np.random.default_rng(zlib.crc32(f"{model}/{name}".encode()))
     values = rng.standard_normal(shape).astype(np.float32)
     return 1 + 0.2 * values if len(shape) == 1 else values * np.float32(1.5 * shape[-1] ** -0.5)
+
+
+def in_neighbouring_pairs(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows [heads * head_dim, features] of q or k, as a GGUF converter orders them."""
+    halves = rows.reshape(-1, 2, head_dim // 2, rows.shape[-1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+def recorded_logits() -> dict[str, np.ndarray]:
+    """What torch computed for `TOKENS`, f32 [tokens, vocab_size] of each tiny model."""
+    with np.load(pathlib.Path(__file__).parent / "model_references.npz") as file:
+        return {name: file[name] for name in TINY_MODELS}

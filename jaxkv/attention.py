@@ -157,6 +157,7 @@ def _queries(plan: StepPlan) -> Queries:
         counts=plan.new_tokens,
         offsets=plan.offsets,
         max_tokens=plan.max_new_tokens,
+        is_padded=not plan.is_packed,
     )
 
 

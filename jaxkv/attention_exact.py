@@ -86,11 +86,10 @@ def exact_attention(
         keys = _keys(exact, slot, position, count, size, window, keep_first)
         return _tile(rows, exact, slot, keys, scale, soft_cap, own)
 
-    is_padded = q.shape[0] == sequences * tokens
-    if tokens == 1 or (tokens <= _FEW_TOKENS and is_padded):
+    if tokens == 1 or (tokens <= _FEW_TOKENS and queries.is_padded):
         every = jnp.arange(sequences, dtype=jnp.int32)
         out, lse = jax.vmap(lambda slot: tile(slot, jnp.int32(0), tokens))(every)
-        if is_padded:
+        if queries.is_padded:
             return out.reshape(-1, *out.shape[2:]), lse.reshape(-1, lse.shape[2])
         place = jnp.where(queries.counts > 0, queries.offsets, q.shape[0])
         return _scatter(_nothing(q, exact), (out[:, 0], lse[:, 0]), place)

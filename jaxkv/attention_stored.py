@@ -130,7 +130,7 @@ def partial_attention(
 
 def _left_out(
     queries: Queries, row: jax.Array, first: jax.Array, keys: KeyRange
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """From where on exact tokens are left out, in a tile that begins at key `first`."""
     left_out = {}
     if queries.first_from is not None:

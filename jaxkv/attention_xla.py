@@ -72,6 +72,7 @@ class Queries:
         walked. None where every key may be read.
       first_from: int32 [S]; `KeyRange.exact_first` leaves out keys from here on. None for 0.
       recent_from: int32 [S]; likewise for `KeyRange.exact_recent`.
+      is_padded: whether every sequence has room for max_tokens queries, offsets multiples of it.
     """
 
     tables: jax.Array
@@ -82,6 +83,7 @@ class Queries:
     reach: tuple[jax.Array, jax.Array] | None = None
     first_from: jax.Array | None = None
     recent_from: jax.Array | None = None
+    is_padded: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     def left_out_from(self, row: jax.Array) -> _LeftOut:
         """(first_from, recent_from) of one sequence."""

@@ -622,9 +622,12 @@ def attend(
     _check_store(cache.config, store)
     _check_window(cache.config, window)
     pages = cache.layers[layer]
-    # No kernel caps the scores of centered keys, reads stored blocks or keeps first tokens.
+    # No kernel caps the scores of centered keys or by an array, reads stored blocks or keeps first
+    # tokens.
+    is_cap_known = soft_cap is None or isinstance(soft_cap, (int, float))
     is_centered = soft_cap is not None and cache.k_means is not None
-    if implementation is None and (is_centered or store is not None or cache.config.keep_first):
+    needs_xla = is_centered or not is_cap_known or store is not None or cache.config.keep_first
+    if implementation is None and needs_xla:
         implementation = "xla"
     return attention.attend_pages(
         q,

@@ -271,10 +271,6 @@ class Scheduler:
             )
         if config.exact_recent and chunk > config.max_step_tokens:
             raise ValueError(
-                f"chunk: got {chunk}, expected at most max_step_tokens = {config.max_step_tokens}"
-            )
-        if config.exact_recent and chunk > config.max_step_tokens:
-            raise ValueError(
                 f"chunk: got {chunk}, expected at most max_step_tokens = {config.max_step_tokens}, "
                 "which exact_recent allows a sequence in a step"
             )
@@ -693,6 +689,7 @@ class Scheduler:
     def _read(self, step: _InFlight) -> None:
         report = jax.device_get(step.report)
         self._is_off |= int(report.num_free) != step.num_free
+        error: CacheError | None = None
         for assignment in step.assignments:
             request, slot = assignment.request, assignment.slot
             if request.is_done or request.is_off:
@@ -700,7 +697,8 @@ class Scheduler:
             if not report.is_done[slot]:
                 request.is_off = self._is_off = True
                 if (refusal := Refusal(int(report.refusal[slot]))) > Refusal.EXHAUSTED:
-                    raise CacheError(
+                    # What the others got is read all the same.
+                    error = error or CacheError(
                         f"request {request.id}: the cache refuses it for good: "
                         f"{refusal.name.lower().replace('_', ' ')}; cancel it, or use a config "
                         "that lets a sequence take a chunk and grow to its full length"
@@ -711,6 +709,8 @@ class Scheduler:
         s.flips += int(report.flips)
         s.largest_flip = max(s.largest_flip, float(report.largest_flip))
         s.rounding = max(s.rounding, float(report.rounding))
+        if error is not None:
+            raise error
 
     def _emit(self, request: _Request, report: _Report, slot: int) -> None:
         token = int(report.tokens[slot])

@@ -256,7 +256,6 @@ def test_window_soft_cap_sinks_and_narrow_queries(options):
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_contiguous_cache_keeps_exact_tokens_and_grows():
     config = config_of("turbo3")
     model = Model(config, jaxkv.init_contiguous(config, batch=S, capacity=48))
@@ -331,7 +330,6 @@ def test_tokens_of_a_prefix_cache_are_read_from_their_pages():
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_token_by_token_run_equals_a_chunk():
     config = config_of()
     rng = np.random.default_rng(0)
@@ -347,6 +345,28 @@ def test_a_token_by_token_run_equals_a_chunk():
         return np.concatenate(outs, 1)
 
     np.testing.assert_allclose(feed(1), feed(6), atol=1e-5)
+
+
+def test_a_packed_step_as_wide_as_a_padded_one_stays_packed():
+    """An idle slot moves the others' rows, whatever the number of rows is."""
+    model = Model(config_of())
+    model.step([6, 3, 2])
+    rng, new_tokens = np.random.default_rng(5), jnp.asarray([1, 0, 1])
+    k, q = (rng.standard_normal((S, 1, heads, DIM), np.float32) for heads in (HEADS, Q_HEADS))
+    v = rng.standard_normal((S, 1, HEADS, V_DIM), np.float32)
+
+    def outputs(order, **how):
+        cache, plan = jaxkv.reserve(model.cache, new_tokens, **how)
+        rows = [x[order].reshape(*plan.token_shape, *x.shape[2:]) for x in (k, v, q)]
+        cache = jaxkv.write(cache, 0, *rows[:2], plan)
+        out, lse = jaxkv.attend(cache, 0, rows[2], plan, return_lse=True)
+        return out.reshape(S, Q_HEADS, V_DIM), lse.reshape(S, Q_HEADS)
+
+    padded = outputs(np.array([0, 1, 2]), max_new_tokens=1)
+    packed = outputs(np.array([0, 2, 1]), max_new_tokens=1, total_tokens=S)
+    for want, got in zip(padded, packed):
+        np.testing.assert_allclose(got[:2], want[np.array([0, 2])], atol=1e-5)
+        np.testing.assert_array_equal(got[2], want[1])
 
 
 def test_more_tokens_than_a_step_may_have_are_refused():

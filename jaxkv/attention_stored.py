@@ -128,9 +128,7 @@ def partial_attention(
     return jax.lax.fori_loop(0, ends[-1], body, (out, lse))
 
 
-def _left_out(
-    queries: Queries, row: jax.Array, first: jax.Array, keys: KeyRange
-) -> dict[str, Any]:
+def _left_out(queries: Queries, row: jax.Array, first: jax.Array, keys: KeyRange) -> dict[str, Any]:
     """From where on exact tokens are left out, in a tile that begins at key `first`."""
     left_out = {}
     if queries.first_from is not None:

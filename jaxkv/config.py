@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from jaxkv.formats import ENCODINGS, ROTATIONS, Encoding, Format, Rotation, SideSpec
 
@@ -357,9 +357,12 @@ class CacheConfig:
         fields = json.loads(text)
         if not isinstance(fields, Mapping):
             raise ValueError(f"config: expected a JSON object, got {type(fields).__name__}")
-        known: dict[str, Any] = {f.name: f for f in dataclasses.fields(cls)}
+        known = {f.name: f.default for f in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - set(known)):
             raise ValueError(f"config: unknown fields {unknown}, expected some of {sorted(known)}")
+        needed = {name for name, default in known.items() if default is dataclasses.MISSING}
+        if missing := sorted(needed - set(fields)):
+            raise ValueError(f"config: missing fields {missing}")
         return cls(**fields)
 
 

@@ -63,7 +63,8 @@ def init_contiguous(
     """An empty contiguous cache.
 
     Args:
-      config: layers, heads, dims, formats, encoding and rotation; its block geometry is not used.
+      config: as in `jaxkv.init`, but for its block geometry, window and resident limit, which are
+        not used: a contiguous cache drops and moves nothing.
       batch: sequences.
       capacity: tokens that each can hold, rounded up to a multiple of 16.
       k_scales: as in `jaxkv.init`.
@@ -75,8 +76,14 @@ def init_contiguous(
       room.
 
     Raises:
-      ValueError: batch or capacity below 1, or too large together.
+      ValueError: batch or capacity below 1, or too large together; a config with keep_first; or as
+        in `jaxkv.init`.
     """
+    if config.keep_first:
+        raise ValueError(
+            f"config: got keep_first = {config.keep_first}, expected 0: it belongs to a window "
+            "that drops blocks, and a contiguous cache drops none"
+        )
     for name, value in (("batch", batch), ("capacity", capacity)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected at least 1")

@@ -399,7 +399,14 @@ class Evaluation:
           case: a `Case`, or its text; "f32" for no cache at all.
           answer_tokens: how many tokens at the end of a window are the answer.
           on_progress: called with (tokens done, tokens in all).
+
+        Raises:
+          ValueError: no answer, or one that leaves nothing of a window; not a case.
         """
+        if not 0 < answer_tokens < self.windows.shape[1]:
+            raise ValueError(
+                f"answer_tokens: got {answer_tokens}, expected 1 to {self.windows.shape[1] - 1}"
+            )
         exact = case == "f32"
         name = f"recall-{answer_tokens}-{'f32' if exact else Case.parse(case)}"
         if (known := self._find(name)) is not None:
@@ -585,10 +592,11 @@ def _slice_sums(
 def _exact(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention in f32: q, k, v [1, T, heads, dim] to [1, T, q_heads, v_dim]."""
     q = q.astype(jnp.float32).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("bthgd,bshd->bhgts", q, k.astype(jnp.float32)) * q.shape[-1] ** -0.5
+    precise = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    scores = precise("bthgd,bshd->bhgts", q, k.astype(jnp.float32)) * q.shape[-1] ** -0.5
     rows = jnp.arange(q.shape[1])
     scores = jnp.where(rows[:, None] >= rows, scores, -jnp.inf)
-    out = jnp.einsum("bhgts,bshd->bthgd", jax.nn.softmax(scores), v.astype(jnp.float32))
+    out = precise("bhgts,bshd->bthgd", jax.nn.softmax(scores), v.astype(jnp.float32))
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 

@@ -21,7 +21,19 @@ class CacheError(RuntimeError):
 
 
 class FaultKind(enum.IntEnum):
-    """What can go wrong at run time; the value indexes `Faults.counts` and `Faults.first`."""
+    """What can go wrong at run time; the value indexes `Faults.counts` and `Faults.first`.
+
+    Attributes:
+      EXHAUSTED: sequences refused for want of a free block, or over the resident limit.
+      FULL: sequences refused because their block table is full.
+      RELEASE_AT_ZERO: releases of blocks that nobody held.
+      BAD_ID: slots or blocks out of range, and negative new_tokens.
+      PAST_CAPACITY: sequences with more tokens than the step has room for, and trims that would
+        lengthen or reach dropped blocks.
+      SATURATED: elements (fp8, f16) or scales beyond what the format holds.
+      FLUSHED: groups of nonzero values whose scale rounded to zero.
+      NON_FINITE: tokens with a NaN or an infinity, per head and side.
+    """
 
     EXHAUSTED = 0
     FULL = 1

@@ -27,7 +27,15 @@ _CHUNK = 64
 
 
 class Refusal(enum.IntEnum):
-    """Why a sequence got nothing in a step: the values of `StepPlan.refusal`."""
+    """Why a sequence got nothing in a step: the values of `StepPlan.refusal`.
+
+    Attributes:
+      NONE: it was granted, or asked for nothing.
+      EXHAUSTED: too few free blocks, over the resident limit, or its partly filled block is stored.
+      FULL: its block table has no column left.
+      PAST_CAPACITY: more tokens than max_new_tokens, or past total_tokens.
+      BAD_ID: a negative count, or its partly filled block is missing.
+    """
 
     NONE = 0
     EXHAUSTED = 1

@@ -125,16 +125,18 @@ class BlockStore:
     @property
     def num_blocks(self) -> int:
         """Stored blocks that are not part of a swapped sequence."""
-        return sum(name.startswith("block-") for name in self._entries)
+        with self._lock:
+            return sum(name.startswith("block-") for name in self._entries)
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """Keys of the swapped sequences."""
-        return tuple(_key_of(name) for name in self._entries if name.startswith("sequence-"))
+        with self._lock:
+            return tuple(_key_of(name) for name in self._entries if name.startswith("sequence-"))
 
     def __contains__(self, key: object) -> bool:
         """Whether a swapped sequence has this key."""
-        return isinstance(key, int | str) and _sequence_name(key) in self._entries
+        return not isinstance(key, bool) and key in self.keys
 
     def __repr__(self) -> str:
         where = "host memory" if self.path is None else f"{str(self.path)!r}"
@@ -196,7 +198,7 @@ class BlockStore:
             return self._entry(_sequence_name(key)).manifest
 
     def read_sequence(self, key: Key) -> list[Part]:
-        """All parts of a swapped sequence, checked."""
+        """All parts of a swapped sequence, checked where they come from a file."""
         with self._opened():
             name = _sequence_name(key)
             return [self._read(name, i) for i in range(len(self._entry(name).sizes))]
@@ -207,7 +209,7 @@ class BlockStore:
             return self._entry(f"block-{handle}").manifest
 
     def read_block(self, handle: int, part: int) -> Part:
-        """One layer of a stored block, checked."""
+        """One layer of a stored block, checked where it comes from a file."""
         with self._opened():
             return self._read(f"block-{handle}", part)
 

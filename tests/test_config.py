@@ -101,7 +101,7 @@ def test_json_round_trip_hash_and_equality():
     assert jaxkv.CacheConfig is CacheConfig
 
 
-@pytest.mark.parametrize("text", ["[]", '{"num_layers": 1, "colour": 3}'])
+@pytest.mark.parametrize("text", ["[]", '{"num_layers": 1, "colour": 3}', '{"num_layers": 1}'])
 def test_from_json_refuses_what_is_no_config(text):
     with pytest.raises(ValueError, match="config: "):
         CacheConfig.from_json(text)

@@ -86,6 +86,12 @@ def test_bad_sizes(batch, capacity):
         jaxkv.init_contiguous(CONFIG, batch=batch, capacity=capacity)
 
 
+def test_kept_first_tokens_belong_to_a_window():
+    config = dataclasses.replace(CONFIG, window=32, keep_first=4)
+    with pytest.raises(ValueError, match="keep_first = 4, expected 0"):
+        jaxkv.init_contiguous(config, batch=1, capacity=16)
+
+
 def test_grow_refuses_what_cannot_grow():
     with pytest.raises(TypeError, match="expected a ContiguousCache"):
         jaxkv.grow(jaxkv.init(CONFIG), 64)

@@ -200,6 +200,12 @@ def test_blocks_cannot_leave_before_the_scales_are_frozen(tmp_path):
         with pytest.raises(jaxkv.CacheError, match=f"{name}: online calibration has seen 15 of 24"):
             call()
     run.step([6, 6, 0])
+    jaxkv.save(tmp_path / "sequence", run.cache, slot=0)
+    fresh = jaxkv.init(run.cache.config)
+    with pytest.raises(jaxkv.CacheError, match="load: online calibration has seen 0 of 24"):
+        jaxkv.load(tmp_path / "sequence", fresh.config, cache=fresh, slot=2)
+    with pytest.raises(jaxkv.CacheError, match="Scheduler: online calibration has seen 0 of 24"):
+        jaxkv.Scheduler(None, fresh, chunk=fresh.config.block_size)
     run.cache = prefix.insert(run.cache, 0, prompt)
     assert len(prefix) == 1
     assert len(jaxkv.export_block(run.cache, 0, 0)[0]) == 8 * HEADS * DIM

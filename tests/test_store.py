@@ -4,7 +4,6 @@ import pathlib
 import pytest
 
 import jaxkv
-from jaxkv import store as stores
 
 PARTS = [b"first layer" * 10, b"second layer"]
 
@@ -183,12 +182,14 @@ def test_copies_in_memory_go_in_order_of_their_last_use(tmp_path):
 
 def test_a_closed_store_and_bad_limits_say_so(tmp_path):
     store = jaxkv.BlockStore(tmp_path)
+    store.put_sequence(0, {}, PARTS)
+    assert "0 blocks, 1 sequences" in repr(store)
+    assert 0 in store and 1 not in store and -1 not in store and "" not in store
     store.close()
     with pytest.raises(jaxkv.CacheError, match="closed"):
-        store.put_sequence(0, {}, PARTS)
+        store.put_sequence(1, {}, PARTS)
     with pytest.raises(ValueError, match="max_bytes: got -1"):
         jaxkv.BlockStore(max_bytes=-1)
     (tmp_path / "file").write_text("x")
     with pytest.raises(jaxkv.CacheError, match="cannot use"):
         jaxkv.BlockStore(tmp_path / "file")
-    assert "1 sequences" not in repr(store) and stores.BlockStore is jaxkv.BlockStore

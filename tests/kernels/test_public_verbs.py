@@ -82,7 +82,10 @@ def test_the_gpu_kernels_serve_the_public_verbs(interpreted, packed, centered):
     chex.assert_trees_all_equal(cache.layers[0].k, want_cache.layers[0].k)
     codes, want_codes = cache.layers[0].v.data[0], want_cache.layers[0].v.data[0]
     # A rotated value may round across a bound differently, rarely.
-    assert float((codes != want_codes).mean()) < 1e-2
+    written = 15 / (CONFIG.num_blocks * CONFIG.block_size)
+    assert float((codes != want_codes).mean()) < 1e-2 * written
+    scales, want_scales = cache.layers[0].v.scales, want_cache.layers[0].v.scales
+    assert float((scales != want_scales).mean()) < 1e-2 * written
 
 
 @pytest.mark.slow
@@ -137,7 +140,11 @@ def test_write_qkv_is_one_kernel_where_it_can_be(interpreted, monkeypatch, rotar
     assert len(calls) == fused
     stored = np.asarray([[1] * 5, [1] * 3 + [0] * 2], bool)
     chex.assert_trees_all_close(q[stored], want_q[stored], atol=1e-5, rtol=1e-5)
-    for got, want in zip(jaxkv.export_block(cache, 0, 0), jaxkv.export_block(want_cache, 0, 0)):
-        # A sum in another order may round across a bound, rarely.
-        assert (np.frombuffer(got, np.uint8) != np.frombuffer(want, np.uint8)).mean() < 1e-3
+    for slot, count in ((0, 5), (1, 3)):
+        block = int(cache.block_tables[slot, 0])
+        exported = (jaxkv.export_block(c, 0, block) for c in (cache, want_cache))
+        for got, want in zip(*exported):
+            # A sum in another order may round across a bound, rarely.
+            differ = np.frombuffer(got, np.uint8) != np.frombuffer(want, np.uint8)
+            assert differ.mean() < 1e-3 * count / CONFIG.block_size
     chex.assert_trees_all_equal(cache.faults, want_cache.faults)

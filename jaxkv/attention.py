@@ -201,14 +201,14 @@ def _attend_xla(
     scale: jax.Array,
     soft_cap: jax.Array | None,
     sinks: jax.Array | None,
-    shift: jax.Array | None = None,
-    layer: jax.Array | None = None,
+    shift: jax.Array | None,
+    layer: jax.Array | None,
     *,
     k_spec: SideSpec,
     v_spec: SideSpec,
     keys: tuple[KeyRange, ...],
-    stored: PageSource | None = None,
-    keep_first: int = 0,
+    stored: PageSource | None,
+    keep_first: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The XLA implementation; jitted so that all equal layers share one trace."""
     if shift is not None:

@@ -441,7 +441,7 @@ def store_rows(
     Raises:
       ValueError: a closed cache.
     """
-    _require_open(cache)
+    require_open(cache)
     pages, counts, where, extra = _write_layer(
         cache.layers[layer],
         operands,
@@ -460,7 +460,8 @@ def store_rows(
     return _raise_in_debug(cache, new), extra
 
 
-def _require_open(cache: PagedCache) -> None:
+def require_open(cache: PagedCache) -> None:
+    """Raises ValueError if `close` gave the pages back."""
     if cache.is_closed:
         raise ValueError("cache: closed; its pages were given back by jaxkv.close")
 
@@ -618,7 +619,7 @@ def attend(
       NotImplementedError: the named implementation cannot serve; the message says why.
     """
     spec = cache.config.layer(layer)
-    _require_open(cache)
+    require_open(cache)
     _check_store(cache.config, store)
     _check_window(cache.config, window)
     pages = cache.layers[layer]
@@ -783,7 +784,7 @@ def export_block(cache: PagedCache, layer: int, block: int) -> tuple[bytes, byte
       CacheError: online calibration has not frozen the scales yet.
     """
     spec = cache.config.layer(layer)
-    _require_open(cache)
+    require_open(cache)
     online.require_frozen(cache, "export_block")
     _check_block(cache.config, block)
     pages = cache.layers[layer]
@@ -814,7 +815,7 @@ def import_block(
       CacheError: online calibration has not frozen the scales yet.
     """
     spec = cache.config.layer(layer)
-    _require_open(cache)
+    require_open(cache)
     online.require_frozen(cache, "import_block")
     _check_block(cache.config, block)
     expected = cache.config.block_bytes(layer)

@@ -23,11 +23,11 @@ import numpy as np
 
 from jaxkv._forward import feed
 from jaxkv.cache import LayerPages, check, init
+from jaxkv.codecs.floats import E4M3_MAX
+from jaxkv.codecs.rows import FP8_SATURATED
 from jaxkv.config import CacheConfig
 
 # Largest value of E4M3, and from where on a value is lost to more than rounding.
-_FP8_MAX = 448.0
-_FP8_SATURATED = _FP8_MAX * (1 + 2.0**-4)
 _KIND, _VERSION = "jaxkv calibration", 1
 _CHUNK, _MIN_CHUNK = 512, 16
 
@@ -297,8 +297,8 @@ class _Totals:
             self._limits = [
                 (
                     np.asarray(mean, np.float32),
-                    np.float32(_FP8_SATURATED * self._scale(k_amax)),
-                    np.float32(_FP8_SATURATED * self._scale(v_amax)),
+                    np.float32(float(FP8_SATURATED) * self._scale(k_amax)),
+                    np.float32(float(FP8_SATURATED) * self._scale(v_amax)),
                 )
                 for mean, k_amax, v_amax in map(self._layer, self._layers)
             ]
@@ -312,7 +312,7 @@ class _Totals:
 
     def _scale(self, amax: float) -> float:
         # A layer of zeros says nothing about its scale.
-        return amax * self._headroom / _FP8_MAX if amax else 1.0
+        return amax * self._headroom / float(E4M3_MAX) if amax else 1.0
 
     def result(self) -> Calibration:
         """The calibration of everything seen."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import blocks, online
-from jaxkv.cache import PagedCache, init
+from jaxkv.cache import PagedCache, init, require_open
 from jaxkv.config import CacheConfig
 from jaxkv.contiguous import ContiguousCache, init_contiguous
 from jaxkv.faults import CacheError
@@ -63,8 +63,7 @@ def save(path: str | os.PathLike[str], cache: PagedCache, slot: int | None = Non
     target = Path(path).absolute()
     if target.exists():
         raise ValueError(f"path: {target} exists; save never replaces anything")
-    if cache.is_closed:
-        raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+    require_open(cache)
     online.require_frozen(cache, "save")
     tables = np.asarray(cache.block_tables)
     if (tables if slot is None else tables[_checked_slot(cache.config, slot)]).min() < -1:
@@ -318,8 +317,7 @@ def _load_sequence(
         "cache: its config",
     )
     config = cache.config
-    if cache.is_closed:
-        raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+    require_open(cache)
     online.require_frozen(cache, "load")
     if type(cache).__name__ != manifest["class"]:
         raise ValueError(

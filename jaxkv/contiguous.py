@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxkv.cache import LayerPages, LayerView, PagedCache, init
+from jaxkv.cache import LayerPages, LayerView, PagedCache, init, require_open
 from jaxkv.codecs import Pages
 from jaxkv.config import CacheConfig
 
@@ -128,8 +128,7 @@ def grow(cache: ContiguousCache, capacity: int) -> ContiguousCache:
             f"cache: got {type(cache).__name__}, expected a ContiguousCache (a paged cache grows "
             "by blocks)"
         )
-    if cache.is_closed:
-        raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+    require_open(cache)
     old = cache.capacity
     if capacity <= old:
         return cache

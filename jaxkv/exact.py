@@ -50,11 +50,6 @@ class ExactTokens:
     recent_from: jax.Array
     end: jax.Array
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
-
     def layer(self, index: int, config: CacheConfig) -> ExactLayer:
         """One layer as attention takes it."""
         rows = self.layers[index]

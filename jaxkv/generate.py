@@ -144,7 +144,7 @@ def generate(
       max_new_tokens: most tokens to write for each prompt.
       sampler: how tokens are drawn; None takes the likeliest.
       key: random key; needed unless the sampler is greedy. What a row draws depends on the key,
-        its slot and its logits alone.
+        its slot, the number of its token and its logits alone.
       stop_tokens: ids that end a sequence.
       on_tokens: called about every 8 tokens with what is new: int32[B, n] tokens and int32[B] how
         many of them each row wrote. Without it the loop runs once, to the end.
@@ -299,7 +299,7 @@ def _prefill_chunk(
     store: BlockStore | None,
 ) -> _State:
     """One chunk, int32[S, C] tokens of which int32[S] counts; rows bool[S] is_last end in it."""
-    by_layer = hasattr(model, "hidden_by_layer") and isinstance(state.cache, PagedCache)
+    by_layer = hasattr(model, "hidden_by_layer")
     # In debug mode a fault names its layer where it happens; a stored block is read by layer.
     if not by_layer or state.cache.config.debug or store is not None:
         return _prefill_program(model, state, choice, tokens, counts, is_last, store)

@@ -61,11 +61,6 @@ class Staging:
         """Bool scalar, whether the scales are set for good."""
         return self.count >= self.window
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all staged rows."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
-
 
 def create(config: CacheConfig) -> Staging | None:
     """Nothing seen yet; None where the config does not calibrate online."""

@@ -215,7 +215,7 @@ def write_qkv(
     positions: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[PagedCache, jax.Array]:
-    """Splits a fused projection, normalises and rotates queries and keys, and writes the keys.
+    """Splits a fused projection, normalises and rotates queries and keys, writes keys and values.
 
     Norms, RoPE and encoding run in f32 with no rounding between them. Values are only copied.
 

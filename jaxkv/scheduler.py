@@ -200,7 +200,7 @@ class _Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Assignment:
-    """One request's part of a step: its slot, whether the drawn token is new, and tokens fed."""
+    """One request's part of a step: its slot, and whether the drawn token is new."""
 
     request: _Request
     slot: int

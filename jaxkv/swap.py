@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import blocks, online
-from jaxkv import cache as caches
 from jaxkv.blocks import BlockPool
-from jaxkv.cache import PagedCache
+from jaxkv.cache import PagedCache, release, require_open
 from jaxkv.config import CacheConfig
 from jaxkv.faults import CacheError
 from jaxkv.sequences import Sequences
@@ -76,7 +75,7 @@ def swap_out(
     parts.append(_joined([leaf[slot] for leaf in jax.tree.leaves(cache.recent)]))
     store.put_sequence(slot if key is None else key, manifest, parts)
     mask = np.arange(cache.config.max_sequences) == slot
-    return caches.release(cache, jnp.asarray(mask))
+    return release(cache, jnp.asarray(mask))
 
 
 def swap_in(
@@ -163,7 +162,7 @@ def offload(cache: PagedCache, store: BlockStore) -> PagedCache:
             "config: offload needs CacheConfig(resident_blocks_per_sequence=N), the blocks of a "
             "sequence that stay on the device"
         )
-    _check_slot(cache, 0)
+    require_open(cache)
     tables, lengths = np.array(cache.block_tables), np.asarray(cache.lengths)
     used = -(-lengths // cache.config.block_size)
     age = used[:, None] - 1 - np.arange(tables.shape[1])  # 0 is a sequence's last block
@@ -419,8 +418,7 @@ def _set_recent(cache: PagedCache, slot: int, rows: Sequence[np.ndarray]) -> Pag
 
 
 def _check_slot(cache: PagedCache, slot: int) -> None:
-    if cache.is_closed:
-        raise ValueError("cache: closed; its pages were given back by jaxkv.close")
+    require_open(cache)
     if not 0 <= slot < cache.config.max_sequences:
         raise ValueError(f"slot: got {slot}, expected 0 to {cache.config.max_sequences - 1}")
 

@@ -26,9 +26,6 @@ from jaxkv.config import CacheConfig
 from jaxkv.faults import CacheError
 from jaxkv.sequences import Sequences
 
-# Leaves whose counts are fetched at a time when room is made.
-_EVICTION_BATCH = 64
-
 
 @dataclasses.dataclass(eq=False)
 class _Node:
@@ -51,12 +48,14 @@ class PrefixStatistics:
       misses: attached prompts that found none.
       tokens_reused: tokens that did not have to be computed.
       evictions: blocks given back to make room.
+      forgotten: blocks in use that later prompts no longer find, for one above them was evicted.
     """
 
     hits: int = 0
     misses: int = 0
     tokens_reused: int = 0
     evictions: int = 0
+    forgotten: int = 0
 
 
 class PrefixCache:
@@ -192,7 +191,10 @@ class PrefixCache:
         return self._change(cache, taken, _retain)
 
     def make_room(self, cache: PagedCache, num_blocks: int) -> PagedCache:
-        """Gives back least recently used leaves that nobody else holds.
+        """Gives back least recently used blocks that nobody else holds, leaves first.
+
+        Where all leaves below such a block are in use, they are forgotten with it: their holders
+        keep them, later prompts no longer find them.
 
         Args:
           cache: the newest cache.
@@ -210,30 +212,62 @@ class PrefixCache:
         wanted = num_blocks - int(cache.num_free_blocks)
         if wanted <= 0:
             return cache
+        ids = [node.block for node in self._nodes.values()]
+        counts = dict(zip(ids, _counts(cache, ids)))
+        self._require(counts, ids)
+        freed = self._evict_leaves(counts, wanted)
+        inner, forgotten = self._evict_inner(counts, wanted - len(freed))
+        freed += inner
+        self.statistics.evictions += len(freed)
+        self.statistics.forgotten += len(forgotten)
+        return self._change(cache, [node.block for node in freed + forgotten], _release)
+
+    def shared_blocks(self, cache: PagedCache, slot: int) -> int:
+        """How many blocks of a sequence the tree holds too.
+
+        Args:
+          cache: the newest cache.
+          slot: the sequence.
+
+        Raises:
+          ValueError: no such slot.
+          CacheError: the cache is not the one this tree follows.
+        """
+        self._require_slot(cache, slot)
+        held = [node.block for node in self._nodes.values()]
+        return int(np.isin(np.asarray(cache.block_tables[slot]), held).sum())
+
+    def _evict_leaves(self, counts: dict[int, int], wanted: int) -> list[_Node]:
+        """Removes unheld leaves, and what becomes one, least recently used first."""
         leaves = [(n.last_use, n.key) for n in self._nodes.values() if not n.children]
         heapq.heapify(leaves)
-        counts: dict[int, int] = {}
         evicted: list[_Node] = []
-        gone: set[bytes] = set()
         while leaves and len(evicted) < wanted:
             node = self._nodes[heapq.heappop(leaves)[1]]
-            if node.block not in counts:
-                ahead = heapq.nsmallest(_EVICTION_BATCH, leaves)
-                ids = [node.block, *(self._nodes[key].block for _, key in ahead)]
-                counts.update(zip(ids, _counts(cache, ids)))
-                self._require(counts, ids)
             if counts[node.block] > 1:
                 continue
             evicted.append(node)
-            gone.add(node.key)
-            parent = node.parent
-            assert parent is not None
-            if parent is not self._root and gone.issuperset(parent.children):
+            parent = self._remove(node)
+            if parent is not self._root and not parent.children:
                 heapq.heappush(leaves, (parent.last_use, parent.key))
-        for node in evicted:
-            self._remove(node)
-        self.statistics.evictions += len(evicted)
-        return self._change(cache, [node.block for node in evicted], _release)
+        return evicted
+
+    def _evict_inner(self, counts: dict[int, int], wanted: int) -> tuple[list[_Node], list[_Node]]:
+        """Removes nodes that nobody else holds, and all below them; returns the two apart.
+
+        A sequence with its own copy of the first blocks, after a swap say, may hold later blocks of
+        the tree and not those above: where all leaves are held, these would never be free.
+        """
+        evicted: list[_Node] = []
+        forgotten: list[_Node] = []
+        # Children are never used later than their parent, nor added earlier: the deepest lead.
+        unheld = [n for n in reversed(self._nodes.values()) if counts[n.block] == 1]
+        for top in sorted(unheld, key=lambda n: n.last_use)[: max(wanted, 0)]:
+            evicted.append(top)
+            forgotten += _below(top)
+            for node in [*_below(top), top]:
+                self._remove(node)
+        return evicted, forgotten
 
     def clear(self, cache: PagedCache) -> PagedCache:
         """Forgets everything and gives back every reference.
@@ -250,11 +284,14 @@ class PrefixCache:
     def _prompt(
         self, cache: PagedCache, slot: int, tokens: ArrayLike | Sequence[int]
     ) -> np.ndarray:
+        self._require_slot(cache, slot)
+        return _as_prompt(tokens)
+
+    def _require_slot(self, cache: PagedCache, slot: int) -> None:
         if cache.config != self.config:
             raise CacheError("cache: its config is not the one this prefix cache was made for")
         if not 0 <= slot < self.config.max_sequences:
             raise ValueError(f"slot: got {slot}, expected 0 to {self.config.max_sequences - 1}")
-        return _as_prompt(tokens)
 
     def _walk(self, prompt: np.ndarray) -> Iterator[_Node]:
         """Nodes of the prompt's full blocks, from the root, as far as the tree knows them."""
@@ -274,10 +311,12 @@ class PrefixCache:
         self._nodes[node.key] = node
         return node
 
-    def _remove(self, node: _Node) -> None:
-        assert node.parent is not None
+    def _remove(self, node: _Node) -> _Node:
+        """Takes a node without children out of the tree; returns its parent."""
+        assert node.parent is not None and not node.children
         del node.parent.children[node.key]
         del self._nodes[node.key]
+        return node.parent
 
     def _require_followed(self, cache: PagedCache, ids: Sequence[int]) -> None:
         self._require(dict(zip(ids, _counts(cache, ids))), ids)
@@ -294,6 +333,14 @@ class PrefixCache:
         if len(ids) == 0:
             return cache
         return dataclasses.replace(cache, pool=verb(cache.pool, _padded(ids)))
+
+
+def _below(top: _Node) -> list[_Node]:
+    """All nodes below one, children before their parents."""
+    nodes = [top]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes[:0:-1]
 
 
 def _as_prompt(tokens: ArrayLike | Sequence[int]) -> np.ndarray:

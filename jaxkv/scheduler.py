@@ -536,11 +536,15 @@ class Scheduler:
     def _make_room(self, num_blocks: int) -> bool:
         """Whether so many blocks are free, after evicting from the prefix cache if need be."""
         if self._free < num_blocks and self._prefix is not None and len(self._prefix):
-            before = len(self._prefix)
+            before = dataclasses.replace(self._prefix.statistics)
             # A few more, as each eviction waits for the device.
             wanted = num_blocks + 2 * len(self._running)
             self.cache = self._prefix.make_room(self.cache, wanted)
-            self._free += before - len(self._prefix)
+            self._free += self._prefix.statistics.evictions - before.evictions
+            if self._prefix.statistics.forgotten > before.forgotten:
+                for request in self._running:
+                    assert request.slot is not None
+                    request.shared = self._prefix.shared_blocks(self.cache, request.slot)
         return self._free >= num_blocks
 
     def _plan(self) -> tuple[_Work, list[_Assignment]]:

@@ -173,6 +173,26 @@ def test_least_recently_used_leaves_go_first_and_only_those_nobody_holds():
     assert prefix.make_room(cache, 3) is cache
 
 
+def test_blocks_above_those_in_use_can_be_evicted():
+    prefix = jaxkv.PrefixCache(CONFIG)
+    cache, _ = run(jaxkv.init(CONFIG), 0, PROMPT[:16])
+    cache = prefix.insert(cache, 0, PROMPT[:16])
+    # This one computed its own first two blocks, so the tree takes its third alone.
+    cache, _ = run(cache, 1, PROMPT)
+    cache = prefix.insert(cache, 1, PROMPT)
+    cache = jaxkv.release(cache, jnp.asarray([True, False, False]))
+    assert len(prefix) == 3 and prefix.shared_blocks(cache, 1) == 1
+    free = int(cache.num_free_blocks)
+    cache = prefix.make_room(cache, free + 1)
+    assert int(cache.num_free_blocks) == free + 1
+    assert (prefix.statistics.evictions, prefix.statistics.forgotten) == (1, 1)
+    assert len(prefix) == 1 and prefix.shared_blocks(cache, 1) == 0
+    cache = prefix.make_room(cache, free + 3)
+    assert int(cache.num_free_blocks) == free + 2 and len(prefix) == 0
+    assert prefix.statistics.forgotten == 1
+    leak_free(cache, prefix, 1)
+
+
 def test_an_older_cache_is_refused_before_anything_changes():
     prefix = jaxkv.PrefixCache(CONFIG)
     old = jaxkv.init(CONFIG)

@@ -356,7 +356,19 @@ def test_a_model_with_nothing_but_a_call_works():
     assert run_in(range(2), PROMPTS, scheduler) == [alone(p) for p in PROMPTS[:2]]
 
 
-@pytest.mark.slow
+def test_a_swapped_request_does_not_pin_blocks_of_the_prefix_cache():
+    # It comes back with its own copies, and the tree takes later blocks of it.
+    prefix = jaxkv.PrefixCache(CONFIG)
+    store = jaxkv.BlockStore(None, max_bytes=2**15)
+    scheduler = make(prefix=prefix, store=store)
+    prompts = PROMPTS + CHATS
+    order = (2, 8, 3, 4, 1, 9, 5, 7, 6, 10, 11)
+    answers = run_in(order, prompts, scheduler, pause=0)
+    assert answers == [alone(prompts[i]) for i in sorted(order)]
+    assert scheduler.statistics.swaps > 0 and prefix.statistics.forgotten > 0
+    assert_clean(scheduler, held=len(prefix))
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_arrival_order_pace_and_change_of_mind(data):

@@ -189,7 +189,7 @@ class Sharing:
         free, alone = int(self.cache.num_free_blocks), int((counts[list(held)] == 1).sum())
         self.cache = self.prefix.make_room(self.cache, wanted)
         now = int(self.cache.num_free_blocks)
-        assert free <= now <= free + alone and (now <= max(free, wanted))
+        assert now == max(free, min(wanted, free + alone))
 
     def clear(self):
         if self.draw(0, 3) == 0:

@@ -8,6 +8,11 @@ EXTRAS := .[flax,models,checkpoint,cli]
 # ptxas and the disassembler that counts instructions.
 CUDA_TOOLS := "nvidia-cuda-nvcc>=13,<14" "nvidia-cuda-nvdisasm>=13,<14"
 export JAX_PLATFORMS ?= cpu
+# Python compiles what it imports once, and XLA what it has seen before, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
 ifneq ($(UV),)
 create = $(UV) venv --quiet --allow-existing --python 3.12 $(1)

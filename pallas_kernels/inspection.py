@@ -136,6 +136,8 @@ def inspect_cases(
     with tempfile.TemporaryDirectory() as dump:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
+            # What comes from a cache is not compiled again, and leaves no machine code to read.
+            "JAX_ENABLE_COMPILATION_CACHE": "0",
             "MOSAIC_GPU_CUDA_ROOT": str(_cuda_root()),
             "MOSAIC_GPU_DUMP_TO": dump,
             "MOSAIC_GPU_DUMP_PTXAS": "1",

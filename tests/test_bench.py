@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from jaxkv import bench
 from jaxkv.cli import app
 
+pytestmark = pytest.mark.as_shipped
+
 SHAPE = bench.Shape(batch=2, context=40, num_kv_heads=2, num_q_heads=4, head_dim=32, block_size=8)
 
 

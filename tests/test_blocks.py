@@ -252,6 +252,7 @@ VERBS = {
 }
 
 
+@pytest.mark.as_shipped
 @pytest.mark.parametrize("trace_events", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_touches_the_whole_pool(verb, trace_events):
@@ -264,6 +265,7 @@ def test_no_verb_touches_the_whole_pool(verb, trace_events):
     assert whole_array_operations(loop, POOL_SIZE, pool, ids) <= IN_PLACE
 
 
+@pytest.mark.as_shipped
 def test_a_program_that_copies_the_pool_would_be_noticed():
     pool, ids = BlockPool.create(POOL_SIZE), ints(3, 1)
     every = jnp.arange(POOL_SIZE)
@@ -302,6 +304,7 @@ def test_each_verb_is_traced_once_for_all_ids():
     assert programs() == before
 
 
+@pytest.mark.as_shipped
 def test_off_a_trace_leaves_no_mark_on_the_program():
     def program(trace_events):
         pool = BlockPool.create(8, trace_events)

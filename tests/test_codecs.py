@@ -9,6 +9,8 @@ from jaxkv import codecs
 from jaxkv.codecs import floats, packing
 from jaxkv.formats import ENCODINGS, FORMATS, SideSpec
 
+pytestmark = pytest.mark.as_shipped
+
 NAMES = tuple(FORMATS)
 GROUPED = ("nvfp4", "turbo4", "turbo3", "turbo2")
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256, 512)
@@ -69,7 +71,7 @@ def test_distortion_of_the_levels_alone(bits, mse):
     assert ((nearest - x) ** 2).mean() == pytest.approx(mse, rel=0.01)
 
 
-@pytest.mark.parametrize("head_dim", fast_only(HEAD_DIMS, [64, 80]))
+@pytest.mark.parametrize("head_dim", fast_only(HEAD_DIMS, [80]))
 @pytest.mark.parametrize("rotation", ["signs", "hadamard"])
 def test_rotation_is_orthogonal(head_dim, rotation):
     spec = SideSpec(FORMATS["turbo4"], head_dim, rotation=rotation)
@@ -142,7 +144,7 @@ def test_e2m1_rounds_to_nearest_even_and_keeps_the_sign():
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("head_dim", fast_only(HEAD_DIMS, [64, 80]))
+@pytest.mark.parametrize("head_dim", fast_only(HEAD_DIMS, [80]))
 def test_planar_words(bits, head_dim):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, head_dim), dtype=np.uint8)
     planes = packing.pack(jnp.asarray(codes), bits)

@@ -105,7 +105,8 @@ def bits(cache):
     return [leaf.view(f"u{leaf.itemsize}") for leaf in leaves]
 
 
-@pytest.mark.parametrize("name", fast_only(["turbo4", "int8", "turbo8"], ["turbo4"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["turbo4", "int8", "turbo8"])
 def test_a_long_sequence_is_copied_whole_in_parts(name):
     cache = make(name, batch=3, capacity=1040)
     cache, _ = jaxkv.reserve(cache, jnp.asarray([1030, 0, 0]), max_new_tokens=1030)
@@ -136,6 +137,7 @@ def test_a_long_sequence_is_copied_whole_in_parts(name):
         np.testing.assert_array_equal(new[third], old[third])
 
 
+@pytest.mark.as_shipped
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_temporary_memory_does_not_grow_with_the_capacity(kind):

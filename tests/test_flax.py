@@ -66,7 +66,7 @@ FULL = (pytest.mark.slow, pytest.mark.full)
         pytest.param({"rope_style": "interleaved", "rope_theta": 1e5}, marks=FULL),
         pytest.param({"rope_style": "none"}, marks=FULL),
         pytest.param({"rotary_dim": 8}, marks=FULL),
-        {"qk_norm": True},
+        pytest.param({"qk_norm": True}, marks=pytest.mark.slow),
         pytest.param({"window": 3}, marks=pytest.mark.slow),
         pytest.param({"soft_cap": 2.0}, marks=FULL),
         pytest.param({"scale": 0.5}, marks=FULL),
@@ -136,6 +136,7 @@ def test_its_layer_is_the_one_that_is_written():
     assert written == [False, True]
 
 
+@pytest.mark.slow
 def test_computation_in_bf16():
     attention = make_attention(dtype=jnp.bfloat16)
     x = inputs()

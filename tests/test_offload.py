@@ -367,6 +367,7 @@ def test_generation_with_a_store_writes_the_same_tokens():
     assert store.nbytes == 0
 
 
+@pytest.mark.as_shipped
 @pytest.mark.slow
 @pytest.mark.parametrize("name", full_except(["bf16", "turbo3"], ["turbo3"]))
 def test_no_step_that_reads_stored_blocks_copies_a_pool(name):

@@ -674,6 +674,7 @@ def every_verb_traced_or_not():
             yield pytest.param(verb, events, marks=() if is_fast else pytest.mark.slow)
 
 
+@pytest.mark.as_shipped
 @pytest.mark.parametrize(("verb", "trace_events"), list(every_verb_traced_or_not()))
 def test_no_verb_touches_the_whole_pool(verb, trace_events):
     def loop(state, x):

@@ -427,6 +427,7 @@ def run(name, monkeypatch, examples, steps):
     run_machine(SequencesMachine, examples, steps, geometry=GEOMETRIES[name])
 
 
+@pytest.mark.slow
 def test_a_short_run_agrees_with_the_model(monkeypatch):
     run("blocks of four", monkeypatch, examples=6, steps=25)
 

@@ -70,6 +70,8 @@ def inspect(cases: list[WriteCompileCase], arch: str, timeout: float = 900) -> l
     with tempfile.TemporaryDirectory() as dump:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
+            # What comes from a cache is not compiled again, and leaves no machine code to read.
+            "JAX_ENABLE_COMPILATION_CACHE": "0",
             "MOSAIC_GPU_DUMP_TO": dump,
             "MOSAIC_GPU_DUMP_PTX": "1",
             "MOSAIC_GPU_DUMP_PTXAS": "1",

@@ -93,6 +93,26 @@ def test_write_stores_what_the_codec_says(name):
             chex.assert_trees_all_equal(got, want)
 
 
+@pytest.mark.parametrize("name", fast_only(["turbo4", "nvfp4", "turbo8", "int8"], ["turbo4"]))
+def test_few_rows_are_stored_as_many_are(name):
+    """A decode step encodes both sides as one, a step of more than 64 tokens each by itself."""
+    config = make(format=name, num_layers=1)
+    shape = (1, S, 24, config.num_kv_heads, config.head_dim)
+    k = tokens(shape).at[0, 1, 2, 0, 0].set(jnp.nan)
+    v = tokens(shape, 1).at[0, 2, 3, 1, 5].set(1e9)
+    new_tokens = jnp.full(S, 24)
+    whole, _ = append(jaxkv.init(config), k, v, new_tokens, max_new_tokens=24)
+    parts = jaxkv.init(config)
+    for i in range(0, 24, T):
+        part = np.s_[:, :, i : i + T]
+        parts, _ = append(parts, k[part], v[part], jnp.full(S, T))
+    for slot in range(S):
+        for want, got in zip(stored_rows(whole, 0, slot), stored_rows(parts, 0, slot)):
+            chex.assert_trees_all_equal(got, want)
+    assert int(whole.faults.non_finite) > 0
+    chex.assert_trees_all_equal(whole.faults.counts, parts.faults.counts)
+
+
 @pytest.mark.slow
 def test_packed_and_padded_writes_are_byte_equal():
     config = make(format="turbo4k_turbo3v")

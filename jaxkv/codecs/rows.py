@@ -291,9 +291,11 @@ def _encode_codebook_searched(groups: jax.Array, spec: SideSpec) -> tuple[jax.Ar
     units = _unit(bytes_tried, spec)
     codes_tried = _quantize_codebook(groups, units, spec)
     error = groups - _levels(codes_tried, spec) * units[..., None]
-    best = jnp.argmin((error * error).sum(-1), axis=0)[None]
-    byte = jnp.take_along_axis(bytes_tried, best, axis=0)[0]
-    codes = jnp.take_along_axis(codes_tried, best[..., None], axis=0)[0]
+    best = jnp.argmin((error * error).sum(-1), axis=0)
+    # A gather here costs more than all the rest to compile.
+    is_best = best == jnp.arange(len(book.probes)).reshape(offsets.shape)
+    byte = jnp.where(is_best, bytes_tried, 0).max(0)
+    codes = jnp.where(is_best[..., None], codes_tried, 0).max(0)
     codes = jnp.where(byte[..., None] == 0, np.uint8(2 ** (spec.format.bits - 1)), codes)
     saturated = (byte == floats.E4M3_MAX_BYTE) | (first == floats.E4M3_MAX_BYTE)
     return codes, byte.astype(jnp.uint8), saturated

@@ -339,7 +339,7 @@ def _chosen(name: str | None) -> str:
 
 def _layer_scale(scale: jax.Array | None, spec: SideSpec) -> jax.Array | None:
     """The layer's scale where the format has one."""
-    return scale if spec.format.scale == "layer_f32" else None
+    return scale if spec.format.has_layer_scale else None
 
 
 def _scalar(name: str, value: ArrayLike) -> jax.Array:

@@ -540,7 +540,7 @@ def _encode_both(
     two thirds of the time.
     """
     n = len(k)
-    if n > _FEW_ROWS or spec.k != spec.v or spec.k.format.scale == "layer_f32":
+    if n > _FEW_ROWS or spec.k != spec.v or spec.k.format.has_layer_scale:
         return codecs.encode_rows(k, spec.k, scales[0]), codecs.encode_rows(v, spec.v, scales[1])
     both = codecs.encode_rows(jnp.concatenate([k, v]), spec.k, None)
     return jax.tree.map(lambda x: x[:n], both), jax.tree.map(lambda x: x[n:], both)

@@ -42,7 +42,7 @@ class LayerSpec:
     @property
     def has_layer_scale(self) -> bool:
         """Whether a side is stored under one scale for the whole layer, as fp8 is."""
-        return any(side.format.scale == "layer_f32" for side in (self.k, self.v))
+        return any(side.format.has_layer_scale for side in (self.k, self.v))
 
 
 @dataclasses.dataclass(frozen=True)

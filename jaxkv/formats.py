@@ -111,6 +111,11 @@ class StorageFormat:
         return self.bits + {"group_bf16": 1.0, "group_e4m3": 0.5}.get(self.scale, 0.0)
 
     @property
+    def has_layer_scale(self) -> bool:
+        """Whether all codes of a layer's side share one f32 scale (fp8)."""
+        return self.scale == "layer_f32"
+
+    @property
     def is_codebook(self) -> bool:
         """Whether codes index Lloyd-Max levels (turbo4, turbo3, turbo2)."""
         return self.is_rotated and self.bits < 8

@@ -69,7 +69,7 @@ def create(config: CacheConfig) -> Staging | None:
     window = config.online_calibration.window
 
     def rows(spec: LayerSpec, side: SideSpec) -> jax.Array | None:
-        if not _is_scaled(side):
+        if not side.format.has_layer_scale:
             return None
         return jnp.zeros((window, spec.num_kv_heads, side.head_dim), jnp.float32)
 
@@ -80,10 +80,6 @@ def create(config: CacheConfig) -> Staging | None:
         begin=jnp.int32(0),
         count=jnp.int32(0),
     )
-
-
-def _is_scaled(side: SideSpec) -> bool:
-    return side.format.scale == "layer_f32"
 
 
 def advance(staging: Staging, plan: StepPlan) -> Staging:

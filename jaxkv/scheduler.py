@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,14 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import online
-from jaxkv.cache import PagedCache, release, reserve, trim
+from jaxkv.cache import PagedCache, release, trim
 from jaxkv.faults import CacheError
+from jaxkv.packed_step import Report, Work, packed_step
 from jaxkv.prefix import PrefixCache
 from jaxkv.sequences import Refusal
 from jaxkv.store import BlockStore
 from jaxkv.swap import swap_in, swap_out
-
-_NEVER = -1
 
 
 @dataclasses.dataclass
@@ -136,68 +134,6 @@ class _Request:
         return self.length >= self.feed_to
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """What a step has to do, from the host.
-
-    Attributes:
-      tokens: int32 [S, C], the tokens of each slot that the host knows.
-      counts: int32 [S], tokens of each slot in this step.
-      starts: int32 [S], the lengths that the host predicts; a slot of another one is skipped.
-      is_drawn: bool [S], the slot's one token is the one it drew last, not yet on the host.
-      expected: int32 [S, C], tokens that once were drawn at these places, -1 elsewhere.
-      logits: f32 [S, C], the logits they had.
-    """
-
-    tokens: np.ndarray
-    counts: np.ndarray
-    starts: np.ndarray
-    is_drawn: np.ndarray
-    expected: np.ndarray
-    logits: np.ndarray
-
-    @classmethod
-    def empty(cls, slots: int, chunk: int) -> _Work:
-        """Nothing to do."""
-        return cls(
-            tokens=np.zeros((slots, chunk), np.int32),
-            counts=np.zeros(slots, np.int32),
-            starts=np.zeros(slots, np.int32),
-            is_drawn=np.zeros(slots, bool),
-            expected=np.full((slots, chunk), _NEVER, np.int32),
-            logits=np.zeros((slots, chunk), np.float32),
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Report:
-    """What a step tells the host.
-
-    Attributes:
-      is_done: bool [S], slots whose tokens were stored.
-      refusal: int32 [S], a `Refusal`, why not.
-      tokens: int32 [S], the likeliest next token of each.
-      logits: f32 [S], its logit.
-      gaps: f32 [S], how far the second is below it.
-      num_free: int32, free blocks after the step.
-      flips: int32, expected tokens that were not the likeliest.
-      largest_flip: f32, by how much at most.
-      rounding: f32, largest change of an expected token's logit.
-    """
-
-    is_done: jax.Array
-    refusal: jax.Array
-    tokens: jax.Array
-    logits: jax.Array
-    gaps: jax.Array
-    num_free: jax.Array
-    flips: jax.Array
-    largest_flip: jax.Array
-    rounding: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class _Assignment:
     """One request's part of a step: its slot, and whether the drawn token is new."""
@@ -211,7 +147,7 @@ class _Assignment:
 class _InFlight:
     """A step whose report has not been read, and the free blocks predicted after it."""
 
-    report: _Report
+    report: Report
     assignments: list[_Assignment]
     num_free: int
 
@@ -547,9 +483,9 @@ class Scheduler:
                     request.shared = self._prefix.shared_blocks(self.cache, request.slot)
         return self._free >= num_blocks
 
-    def _plan(self) -> tuple[_Work, list[_Assignment]]:
+    def _plan(self) -> tuple[Work, list[_Assignment]]:
         """What the next step does, oldest request first; may preempt the youngest."""
-        work = _Work.empty(self.cache.config.max_sequences, self._chunk)
+        work = Work.empty(self.cache.config.max_sequences, self._chunk)
         assignments: list[_Assignment] = []
         budget = self._total - sum(r.is_fed for r in self._running)
         for request in list(self._running):
@@ -588,7 +524,7 @@ class Scheduler:
         self._free -= need
         return True
 
-    def _assign(self, work: _Work, request: _Request, count: int) -> _Assignment:
+    def _assign(self, work: Work, request: _Request, count: int) -> _Assignment:
         """Enters a part into the step's work, and moves the request's predictions on."""
         slot, start = request.slot, request.length
         assert slot is not None
@@ -605,7 +541,7 @@ class Scheduler:
         self.statistics.tokens_computed += count
         return _Assignment(request, slot, emits)
 
-    def _expect(self, work: _Work, request: _Request, count: int) -> None:
+    def _expect(self, work: Work, request: _Request, count: int) -> None:
         """Enters the tokens that were drawn at these places before the request was dropped."""
         end = len(request.prompt)
         for column in range(count):
@@ -615,8 +551,8 @@ class Scheduler:
                 work.expected[request.slot, column] = request.known[index]
                 work.logits[request.slot, column] = request.logits[index]
 
-    def _dispatch(self, work: _Work, assignments: list[_Assignment]) -> None:
-        self.cache, self._last, report = _step(
+    def _dispatch(self, work: Work, assignments: list[_Assignment]) -> None:
+        self.cache, self._last, report = packed_step(
             self._model,
             self.cache,
             self._last,
@@ -716,7 +652,7 @@ class Scheduler:
         if error is not None:
             raise error
 
-    def _emit(self, request: _Request, report: _Report, slot: int) -> None:
+    def _emit(self, request: _Request, report: Report, slot: int) -> None:
         token = int(report.tokens[slot])
         request.known.append(token)
         request.logits.append(float(report.logits[slot]))
@@ -762,75 +698,3 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
         if a != b:
             return i
     return min(len(left), len(right))
-
-
-@functools.partial(
-    jax.jit, static_argnames=("chunk", "total_tokens"), donate_argnames=("cache", "last")
-)
-def _step(
-    model: Any,
-    cache: PagedCache,
-    last: jax.Array,
-    work: _Work,
-    *,
-    chunk: int,
-    total_tokens: int,
-) -> tuple[PagedCache, jax.Array, _Report]:
-    """One packed step of at most `total_tokens` tokens, at most `chunk` of each slot."""
-    counts = jnp.where(cache.lengths == work.starts, work.counts, 0)
-    cache, plan = reserve(cache, counts, max_new_tokens=chunk, total_tokens=total_tokens)
-    row = jnp.maximum(plan.rows, 0)
-    column = jnp.maximum(plan.positions - plan.starts[row], 0)
-    tokens = jnp.where(work.is_drawn[row], last[row], work.tokens[row, column])
-    if hasattr(model, "hidden"):
-        hidden, cache = model.hidden(tokens, cache, plan)
-        logits_of = model.logits
-    else:
-        hidden, cache = model(tokens, cache, plan)
-        logits_of = functools.partial(jnp.asarray, dtype=jnp.float32)
-    logits = logits_of(hidden[plan.offsets + jnp.maximum(plan.new_tokens - 1, 0)])
-    drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    top = logits.max(axis=-1)
-    is_top = jnp.arange(logits.shape[1]) == drawn[:, None]
-    is_done = plan.granted & (plan.new_tokens > 0)
-    flips, largest_flip, rounding = _compare(
-        hidden,
-        logits_of,
-        jnp.where(plan.rows >= 0, work.expected[row, column], _NEVER),
-        work.logits[row, column],
-    )
-    report = _Report(
-        is_done=is_done,
-        refusal=plan.refusal,
-        tokens=drawn,
-        logits=top,
-        gaps=top - jnp.where(is_top, -jnp.inf, logits).max(axis=-1),
-        num_free=cache.num_free_blocks,
-        flips=flips,
-        largest_flip=largest_flip,
-        rounding=rounding,
-    )
-    return cache, jnp.where(is_done, drawn, last), report
-
-
-def _compare(
-    hidden: jax.Array, logits_of: Any, expected: jax.Array, before: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Flips, the largest one and the rounding of recomputed tokens, int32 [N]; -1 for others.
-
-    Costs nothing in a step that recomputes none.
-    """
-
-    def compare() -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = logits_of(hidden)
-        again = jnp.take_along_axis(logits, jnp.maximum(expected, 0)[:, None], axis=1)[:, 0]
-        is_expected = expected >= 0
-        is_flip = is_expected & (jnp.argmax(logits, axis=1) != expected)
-        return (
-            is_flip.sum(dtype=jnp.int32),
-            jnp.where(is_flip, logits.max(axis=1) - again, 0).max(),
-            jnp.where(is_expected, jnp.abs(again - before), 0).max(),
-        )
-
-    nothing = (jnp.int32(0), jnp.float32(0), jnp.float32(0))
-    return jax.lax.cond((expected >= 0).any(), compare, lambda: nothing)

@@ -89,7 +89,7 @@ def make_side(
     if values is None:
         values = np.random.default_rng(seed).standard_normal(shape, np.float32)
     layer_scale = None
-    if spec.format.scale == "layer_f32":
+    if spec.format.has_layer_scale:
         layer_scale = jnp.float32(1 if scale is None else scale)
     rows = np.full(shape, unused, np.float32)
     slots = live_slots(plan)

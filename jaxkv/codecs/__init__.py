@@ -84,7 +84,7 @@ def encode(
         format = parsed.k
     if rotate and not format.is_rotated:
         raise ValueError(f"rotate: got True, but format {format} is not rotated")
-    if scale is not None and format.scale != "layer_f32":
+    if scale is not None and not format.has_layer_scale:
         raise ValueError(f"scale: got a scale, but format {format} computes its own")
     spec = SideSpec(format, x.shape[-1], encoding, "none" if rotate is False else rotation)
     layer_scale = None if scale is None else jax.numpy.asarray(scale, jax.numpy.float32)

@@ -98,7 +98,7 @@ def encode_rows(
     encoded = Encoded(
         _pack_codes(stored.codes, spec), _pack_scales(stored.scales, spec), layer_scale, spec
     )
-    if spec.format.scale == "layer_f32" and layer_scale is None:
+    if spec.format.has_layer_scale and layer_scale is None:
         encoded = dataclasses.replace(encoded, layer_scale=jnp.float32(1))
     count = jnp.zeros(bad_rows.shape, jnp.int32)
     return encoded, Audit(

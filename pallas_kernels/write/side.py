@@ -111,7 +111,7 @@ class Side:
         tile, staging = self.tile, self.staging
         if self.is_rotated:
             values = rotation.rotate(values, self.spec, tile, scratch["exchange"], self.sync)
-        layer_scale = scale[0] if self.spec.format.scale == "layer_f32" else None
+        layer_scale = scale[0] if self.spec.format.has_layer_scale else None
         stored, non_finite = encode.encode(values, self.spec, tile, layer_scale)
         staging.stage_codes(scratch["codes"], stored.codes)
         if stored.scales is not None:

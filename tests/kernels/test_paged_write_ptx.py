@@ -119,7 +119,7 @@ def emulate_fused(case: FusedCase, source: str, order) -> tuple:
     buffers = [("qkv", pad(case.qkv)), ("norm", weights[0])]
     buffers += [("angle", table) for table in angles] + [("q", q), ("norm", weights[1])]
     for spec, pages, first in ((case.k, case.k_pages, True), (case.v, case.v_pages, False)):
-        if spec.format.scale == "layer_f32":
+        if spec.format.has_layer_scale:
             buffers.append(("scale", np.asarray(case.scale).reshape(1)))
         if first:
             buffers.append(("slots", pad(case.slots, -1)))

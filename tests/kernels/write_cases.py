@@ -125,7 +125,7 @@ class FusedCase:
             self.slots,
             self.k_pages,
             self.v_pages,
-            *(self.scale if s.format.scale == "layer_f32" else None for s in (self.k, self.v)),
+            *(self.scale if s.format.has_layer_scale else None for s in (self.k, self.v)),
         )
         return q, *written.expected()
 
@@ -223,7 +223,7 @@ def make_case(
         return jnp.asarray(x, dtype)
 
     scales = [
-        jnp.float32(s) if spec.format.scale == "layer_f32" else None
+        jnp.float32(s) if spec.format.has_layer_scale else None
         for spec, s in ((k, 0.013), (v, 0.21))
     ]
     return WriteCase(

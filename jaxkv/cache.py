@@ -256,6 +256,7 @@ def reserve(
       TypeError: new_tokens does not hold integers.
       ValueError: a wrong shape, or a static number out of range; with exact_recent, a padded step
         of more than max_step_tokens.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
     """
     config = cache.config
     if config.exact_recent:
@@ -287,7 +288,20 @@ def reserve(
 
 
 def release(cache: PagedCache, mask: ArrayLike) -> PagedCache:
-    """Empties the sequences that `mask`, bool [S], selects, and drops their block references."""
+    """Empties sequences and drops their block references.
+
+    Args:
+      cache: the cache.
+      mask: bool [S], the slots to empty.
+
+    Returns:
+      The cache; a block that nobody else holds is free again.
+
+    Raises:
+      TypeError: the mask is not boolean.
+      ValueError: the mask does not have one entry per slot.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
+    """
     pool, seqs = sequences.release(cache.pool, cache.sequences, mask)
     return _with_bookkeeping(cache, pool, seqs, _shortened(cache, seqs), cache.staging)
 
@@ -299,6 +313,14 @@ def trim(cache: PagedCache, new_lengths: ArrayLike) -> PagedCache:
       cache: the cache.
       new_lengths: int32 [S]; -1 leaves a slot alone; longer than the length is ignored and counted,
         and so is a cut back to where `CacheConfig(window=W)` has dropped blocks.
+
+    Returns:
+      The cache; a block that no token is left in is dropped.
+
+    Raises:
+      TypeError: new_lengths does not hold integers.
+      ValueError: new_lengths does not have one entry per slot.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
     """
     pool, seqs = sequences.trim(
         cache.pool,
@@ -319,8 +341,17 @@ def fork(cache: PagedCache, source: ArrayLike, destination: ArrayLike) -> PagedC
 
     Args:
       cache: the cache.
-      source: int32 [n] slots, all read and retained first.
-      destination: int32 [n] distinct slots; those in use are released afterwards.
+      source: int32 [n] slots, all read and retained first; a pair with a negative one is skipped.
+      destination: int32 [n] distinct slots, likewise; those in use are released afterwards. A slot
+        past S or a second pair with the same destination is skipped and counted as bad id.
+
+    Returns:
+      The cache; a shared block is copied once one of its holders appends to it.
+
+    Raises:
+      TypeError: slots that are not integers.
+      ValueError: source and destination do not have one axis of the same length.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
     """
     pool, seqs = sequences.fork(cache.pool, cache.sequences, source, destination)
     recent, staging = cache.recent, cache.staging
@@ -337,7 +368,16 @@ def reorder(cache: PagedCache, rows: ArrayLike) -> PagedCache:
 
     Args:
       cache: the cache.
-      rows: int32 [S], as in beam search.
+      rows: int32 [S], as in beam search; another entry out of range leaves its slot as it was and
+        is counted as bad id.
+
+    Returns:
+      The cache, every slot with the tokens it took.
+
+    Raises:
+      TypeError: rows does not hold integers.
+      ValueError: rows does not have one entry per slot.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
     """
     pool, seqs = sequences.reorder(cache.pool, cache.sequences, rows)
     recent, staging = cache.recent, cache.staging
@@ -386,8 +426,10 @@ def write(
 
     Raises:
       TypeError: a dtype that is not floating, or a layer that is not an int.
-      ValueError: a shape that does not fit the plan or the config, or a closed cache.
+      ValueError: no such layer, a shape that does not fit the plan or the config, an unknown
+        implementation, or a closed cache.
       NotImplementedError: the named implementation cannot serve; the message says why.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
     """
     spec = cache.config.layer(layer)
     _check_rows("k", k, plan, spec.num_kv_heads, spec.head_dim)
@@ -691,7 +733,18 @@ def _check_window(config: CacheConfig, window: int | None) -> None:
 
 
 def supports(config: CacheConfig, implementation: Implementation) -> list[str]:
-    """Why an implementation cannot serve a config on this machine; an empty list means it can."""
+    """Why an implementation cannot serve a config on this machine.
+
+    Args:
+      config: geometry and formats.
+      implementation: "xla" or "pallas_gpu".
+
+    Returns:
+      The reasons, each once over all layers; an empty list means that it can.
+
+    Raises:
+      ValueError: an unknown implementation.
+    """
     reasons: list[str] = []
     for layer in range(config.num_layers):
         reasons += [r for r in unsupported(config, implementation, layer) if r not in reasons]
@@ -795,6 +848,7 @@ def export_block(cache: PagedCache, layer: int, block: int) -> tuple[bytes, byte
       (K bytes, V bytes), as long as `config.block_bytes(layer)` says.
 
     Raises:
+      TypeError: a layer that is not an int.
       ValueError: no such layer or block, or a closed cache.
       CacheError: online calibration has not frozen the scales yet.
     """
@@ -825,7 +879,11 @@ def import_block(
       k_bytes: canonical bytes of the keys.
       v_bytes: canonical bytes of the values.
 
+    Returns:
+      The cache with these bytes in the block.
+
     Raises:
+      TypeError: a layer that is not an int.
       ValueError: no such layer or block, a wrong number of bytes, or a closed cache.
       CacheError: online calibration has not frozen the scales yet.
     """

@@ -52,6 +52,10 @@ class OnlineCalibration:
     Attributes:
       window: tokens, over all sequences, that are seen before the scales are frozen.
       headroom: at least 1; the frozen scales fit this many times the largest magnitude seen.
+
+    Raises:
+      TypeError: the window is not an int.
+      ValueError: the window is below 1, or the headroom below 1 or not finite.
     """
 
     window: int = 256
@@ -105,6 +109,15 @@ class CacheConfig:
         blocks that no later query can see, for good. None keeps all.
       keep_first: with a window, the first n tokens stay and every query sees them (attention
         sinks: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023).
+
+    Raises:
+      TypeError: a size, window or limit of resident blocks that is not an int, a format that is
+        neither a name nor a `Format`, or an online_calibration of another type.
+      ValueError: a number out of range, or for exact_first, exact_recent, trace_events and
+        keep_first one that is not an int; a head_dim that is no multiple of 16, a block_size that
+        is none of 8; more token slots or positions than int32 can count; an unknown name; more
+        layer_formats or layer_dims than layers; keep_first without a window, a window with
+        resident_blocks_per_sequence, or online_calibration without an fp8 side.
     """
 
     num_layers: int
@@ -333,7 +346,17 @@ class CacheConfig:
         return self.max_sequences * self.exact_bytes_per_sequence
 
     def blocks_that_fit(self, budget_bytes: int) -> int:
-        """Blocks that fit into a byte budget beside the exact tokens, all layers counted."""
+        """Blocks that fit into a byte budget beside the exact tokens, all layers counted.
+
+        Args:
+          budget_bytes: bytes for the cache.
+
+        Returns:
+          A number for `num_blocks`; 0 where the exact tokens alone take the budget.
+
+        Raises:
+          ValueError: a negative budget.
+        """
         if budget_bytes < 0:
             raise ValueError(f"budget_bytes: got {budget_bytes}, expected at least 0")
         return max(int(budget_bytes) - self.exact_bytes, 0) // self.block_bytes_total

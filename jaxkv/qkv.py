@@ -243,8 +243,16 @@ def write_qkv(
       for `jaxkv.attend`.
 
     Raises:
-      TypeError: a wrong dtype.
-      ValueError: shapes that do not fit each other, the config or the plan.
+      TypeError: a wrong dtype, or a layer that is not an int.
+      ValueError: no such layer, shapes that do not fit each other, the config or the plan, an
+        unknown rope_style or implementation, tables given or missing against rope_style, or a
+        closed cache.
+      NotImplementedError: the named implementation cannot serve; the message says why.
+      CacheError: outside jit, with `CacheConfig(debug=True)`: the call counted corruption.
+
+    References: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021),
+    https://arxiv.org/abs/2104.09864; Zhang and Sennrich, Root Mean Square Layer Normalization
+    (2019), https://arxiv.org/abs/1910.07467
     """
     spec = cache.config.layer(layer)
     _check_qkv(qkv, plan, spec, num_q_heads)

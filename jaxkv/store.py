@@ -149,7 +149,12 @@ class BlockStore:
     def delete(self, key: Key) -> None:
         """Forgets a swapped sequence that nobody will swap in.
 
+        Args:
+          key: the key it was swapped out under.
+
         Raises:
+          TypeError: the key is neither an int nor a str.
+          ValueError: a negative number, or a text that is empty or too long for a key.
           CacheError: no sequence has this key, or the store is closed.
         """
         with self._opened():

@@ -48,10 +48,12 @@ def swap_out(
       The cache with the slot released.
 
     Raises:
-      ValueError: no such slot, one without tokens, a bad key, or a closed cache.
-      CacheError: the store is full, cannot write, holds this key already, or lacks blocks that
-        `offload` put into another one, or online calibration has not frozen the scales yet;
-        nothing has changed.
+      TypeError: a key that is neither an int nor a str.
+      ValueError: no such slot, one without tokens, a negative, empty or overlong key, or a closed
+        cache.
+      CacheError: the store is full or closed, cannot write, holds this key already, or lacks
+        blocks that `offload` put into another one, or online calibration has not frozen the scales
+        yet; nothing has changed.
     """
     _check_slot(cache, slot)
     online.require_frozen(cache, "swap_out")
@@ -95,9 +97,12 @@ def swap_in(
       The cache with the sequence in the slot, every byte of its pages as it was.
 
     Raises:
-      ValueError: no such slot, one in use, a bad key, or a closed cache.
-      CacheError: too few free blocks, no such key, a damaged entry, or a cache whose bytes mean
-        something else; nothing has changed and the cache given is still good.
+      TypeError: a key that is neither an int nor a str.
+      ValueError: no such slot, one in use, a negative, empty or overlong key, or a closed cache.
+      CacheError: too few free blocks or table columns, no such key, a closed store, a damaged
+        entry, a cache whose bytes mean something else, blocks that are missing in the store or
+        that this cache's attention would miss, or online calibration that has not frozen the
+        scales yet; nothing has changed and the cache given is still good.
     """
     _check_slot(cache, slot)
     online.require_frozen(cache, "swap_in")

@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ def _temp_bytes(kind: str, name: str, capacity: int) -> int:
     q, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.float32) for heads in (32, 8))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(cache, q, k, v):  # type: ignore[no-untyped-def]
+    def step(cache, q, k, v):
         cache, plan = jaxkv.reserve(cache, jnp.asarray([256]), max_new_tokens=256)
         cache = jaxkv.write(cache, 0, k, v, plan)
         return cache, jaxkv.attend(cache, 0, q, plan)
@@ -191,15 +192,15 @@ def step(options: argparse.Namespace) -> str:
     return table(("", "ms at 64", "ms at 4096", "difference", "promised"), rows)
 
 
-def _step_cases(model: object, name: str, contexts: Sequence[int]) -> Iterator[bench.Case]:
-    config = model.config.cache_config(  # type: ignore[attr-defined]
+def _step_cases(model: Any, name: str, contexts: Sequence[int]) -> Iterator[bench.Case]:
+    config = model.config.cache_config(
         format=name, num_blocks=288, max_sequences=1, max_blocks_per_sequence=288
     )
     append = jax.jit(lambda c, n: jaxkv.reserve(c, n[None], max_new_tokens=4096)[0])
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def decode(model, cache, n):  # type: ignore[no-untyped-def]
-        def body(_, carry):  # type: ignore[no-untyped-def]
+    def decode(model, cache, n):
+        def body(_, carry):
             cache, token = carry
             cache, plan = jaxkv.reserve(cache, jnp.ones(1, jnp.int32))
             hidden, cache = model.hidden(token, cache, plan)

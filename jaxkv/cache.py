@@ -523,7 +523,16 @@ def _check_rows(name: str, x: jax.Array, plan: StepPlan, num_heads: int, head_di
 
 # One inner jit: layers of equal geometry are traced and lowered once, however many there are.
 @functools.partial(jax.jit, static_argnames=("spec", "store"))
-def _write_layer(pages, operands, plan, k_scale, v_scale, *, spec, store):  # type: ignore[no-untyped-def]
+def _write_layer(
+    pages: LayerPages,
+    operands: Any,
+    plan: StepPlan,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    *,
+    spec: LayerSpec,
+    store: Store,
+) -> tuple[LayerPages, jax.Array, jax.Array, Any]:
     pages = _copy_on_write(pages, plan)
     slots = plan.slots.reshape(-1)
     pages, audits, extra = store(pages, operands, slots, (k_scale, v_scale), spec)

@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,9 @@ class _Moments:
     v_saturated: jax.Array
 
 
-def _batch_moments(model: Any, config: CacheConfig, rows: list[np.ndarray], totals: _Totals):  # type: ignore[no-untyped-def]
+def _batch_moments(
+    model: Any, config: CacheConfig, rows: list[np.ndarray], totals: _Totals
+) -> Iterator[tuple[list[_Moments], int]]:
     """Runs a batch; yields (moments of every layer, tokens) of each chunk."""
     if not rows:
         return

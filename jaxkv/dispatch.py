@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import jax
 
@@ -37,7 +37,7 @@ def choose_implementation(
         raise NotImplementedError(
             f"implementation: {implementation!r} cannot serve layer {layer}: {'; '.join(reasons)}"
         )
-    return implementation  # type: ignore[return-value]
+    return cast(Implementation, implementation)
 
 
 def unsupported(config: CacheConfig, implementation: str, layer: int) -> tuple[str, ...]:

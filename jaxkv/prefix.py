@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -329,7 +329,12 @@ class PrefixCache:
                     "sequence refers to it: pass the newest cache of the line it follows"
                 )
 
-    def _change(self, cache: PagedCache, ids: Sequence[int] | np.ndarray, verb):  # type: ignore[no-untyped-def]
+    def _change(
+        self,
+        cache: PagedCache,
+        ids: Sequence[int] | np.ndarray,
+        verb: Callable[[BlockPool, jax.Array], BlockPool],
+    ) -> PagedCache:
         if len(ids) == 0:
             return cache
         return dataclasses.replace(cache, pool=verb(cache.pool, _padded(ids)))

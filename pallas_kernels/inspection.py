@@ -17,7 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxkv.formats import Encoding
 
 CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0)}
 _SHARED_PER_SM = 228 * 1024
@@ -77,7 +80,7 @@ class Case:
     block_size: int = 64
     tokens: int = 1
     group: int = 4
-    encoding: str = "searched"
+    encoding: Encoding = "searched"
     path: str | None = None
     window: int | None = None
     soft_cap: float | None = None
@@ -257,8 +260,7 @@ def attention_case(case: Case) -> tuple[Callable[..., Any], Any]:
     from pallas_kernels.tuning import default_tuning
 
     k_spec, v_spec = (
-        SideSpec(FORMATS[name], case.head_dim, case.encoding)  # type: ignore[arg-type]
-        for name in (case.k, case.v)
+        SideSpec(FORMATS[name], case.head_dim, case.encoding) for name in (case.k, case.v)
     )
     heads, sequences, columns = 8, 4, 2048 // case.block_size
     tuning = None

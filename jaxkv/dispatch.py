@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Literal, cast, get_args
 
 import jax
@@ -51,20 +52,27 @@ def unsupported(config: CacheConfig, implementation: str, layer: int) -> tuple[s
     platform = jax.default_backend()
     if platform not in ("gpu", "cuda"):
         return (f"the default device is a {platform}, expected an NVIDIA GPU",)
-    return _gpu_reasons(config, layer)
+    device = jax.devices()[0]
+    # NVIDIA says "9.0"; ROCm calls its devices a gpu too and says "gfx942".
+    capability = str(getattr(device, "compute_capability", None))
+    if not (version := re.fullmatch(r"(\d+)\.(\d+)", capability)):
+        named = f"{device.device_kind} (compute capability {capability})"
+        return (f"the default device is a {named}, expected an NVIDIA GPU",)
+    return _gpu_reasons(config, layer, (int(version[1]), int(version[2])))
 
 
 @functools.cache
-def _gpu_reasons(config: CacheConfig, layer: int) -> tuple[str, ...]:
+def _gpu_reasons(
+    config: CacheConfig, layer: int, compute_capability: tuple[int, int]
+) -> tuple[str, ...]:
     import pallas_kernels
 
     spec = config.layer(layer)
-    major, minor = str(jax.devices()[0].compute_capability).split(".")
     reasons = pallas_kernels.unsupported_reasons(
         k_spec=spec.k,
         v_spec=spec.v,
         block_size=config.block_size,
-        compute_capability=(int(major), int(minor)),
+        compute_capability=compute_capability,
     )
     reasons += pallas_kernels.write_unsupported_reasons(
         spec.k, spec.v, block_size=config.block_size

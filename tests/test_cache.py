@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import chex
 import jax
@@ -11,7 +12,7 @@ import pytest
 from marks import fast_only
 
 import jaxkv
-from jaxkv import codecs
+from jaxkv import codecs, dispatch
 from jaxkv.formats import FORMATS
 
 FORMAT_NAMES = tuple(FORMATS)
@@ -370,6 +371,31 @@ def test_naming_an_implementation_that_cannot_serve_says_why():
         jaxkv.write(cache, 0, x, x, plan, implementation="pallas_gpu")
     with pytest.raises(ValueError, match="implementation: got 'triton'"):
         jaxkv.attend(cache, 0, x, plan, implementation="triton")
+
+
+AMD = types.SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+INTEL = types.SimpleNamespace(device_kind="Intel Max 1550")
+TURING = types.SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
+HOPPER = types.SimpleNamespace(device_kind="NVIDIA H100", compute_capability="9.0")
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (AMD, "AMD Instinct MI300X (compute capability gfx942), expected an NVIDIA GPU"),
+        (INTEL, "Intel Max 1550 (compute capability None), expected an NVIDIA GPU"),
+        (TURING, "8.0 is needed"),
+        (HOPPER, None),
+    ],
+)
+def test_a_gpu_is_known_by_its_compute_capability(monkeypatch, device, reason):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    config = make(block_size=16)
+    reasons = jaxkv.supports(config, "pallas_gpu")
+    assert [reason in r for r in reasons] == ([] if reason is None else [True])
+    chosen = dispatch.choose_implementation(config, None, layer=0)
+    assert chosen == ("pallas_gpu" if reason is None else "xla")
 
 
 @pytest.mark.slow

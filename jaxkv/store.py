@@ -267,7 +267,8 @@ class BlockStore:
     def _put(self, entries: Mapping[str, tuple[Mapping[str, Any], Sequence[Part]]]) -> None:
         """Stores entries, all or none."""
         new = {
-            name: _described(name, manifest, parts) for name, (manifest, parts) in entries.items()
+            name: _described(name, manifest, parts, is_on_disk=self.path is not None)
+            for name, (manifest, parts) in entries.items()
         }
         wanted = sum(entry.nbytes for entry, _ in new.values())
         if self.max_bytes is not None and self._nbytes + wanted > self.max_bytes:
@@ -365,15 +366,23 @@ class BlockStore:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._release_directory = weakref.finalize(self, _unlock, _lock_directory(path))
-            for leftover in path.glob(f"*{_TEMPORARY}"):
-                leftover.unlink()
-            for file in sorted(path.glob(f"*{_SUFFIX}")):
-                if _NAME.match(file.stem):
-                    self._entries[file.stem] = _described_by_file(file)
-            counter = path / "handles"
-            used = int(counter.read_text()) if counter.exists() else self._next_handle
+            try:
+                self._read_directory(path)
+            except BaseException:
+                # Whoever keeps the error keeps this store too.
+                self._release_directory()
+                raise
         except (OSError, ValueError) as error:
             raise CacheError(f"the block store cannot use {path}: {error}") from error
+
+    def _read_directory(self, path: pathlib.Path) -> None:
+        for leftover in path.glob(f"*{_TEMPORARY}"):
+            leftover.unlink()
+        for file in sorted(path.glob(f"*{_SUFFIX}")):
+            if _NAME.match(file.stem):
+                self._entries[file.stem] = _described_by_file(file)
+        counter = path / "handles"
+        used = int(counter.read_text()) if counter.exists() else self._next_handle
         self._nbytes = sum(entry.nbytes for entry in self._entries.values())
         self._next_handle = self._handles_set_aside = used
 
@@ -402,10 +411,11 @@ def _key_of(name: str) -> Key:
 
 
 def _described(
-    name: str, manifest: Mapping[str, Any], parts: Sequence[Part]
+    name: str, manifest: Mapping[str, Any], parts: Sequence[Part], *, is_on_disk: bool
 ) -> tuple[_Entry, bytes]:
-    """An entry and the head of its file."""
-    sizes, checksums = [len(p) for p in parts], [zlib.crc32(p) for p in parts]
+    """An entry and the head of its file; what stays in memory has no checksums."""
+    sizes = [len(p) for p in parts]
+    checksums = [zlib.crc32(p) for p in parts] if is_on_disk else []
     fields = {"name": name, "sizes": sizes, "checksums": checksums, "manifest": manifest}
     header = json.dumps(fields).encode()
     head = _MAGIC + _LENGTH.pack(len(header)) + header + _CHECKSUM.pack(zlib.crc32(header))

@@ -1,5 +1,6 @@
 import os
 import pathlib
+import zlib
 
 import pytest
 
@@ -159,6 +160,39 @@ def test_a_damaged_file_is_refused_and_can_be_deleted(tmp_path, spoil, message):
     assert store.read_sequence("good") == PARTS
     store.delete("bad")
     assert reopened(store).keys == ("good",)
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_only_what_comes_from_a_file_is_checksummed(tmp_path, monkeypatch, is_on_disk):
+    summed = []
+    real = zlib.crc32
+
+    def crc32(data):
+        summed.append(bytes(data))
+        return real(data)
+
+    monkeypatch.setattr(zlib, "crc32", crc32)
+    store = jaxkv.BlockStore(tmp_path if is_on_disk else None, memory_bytes=0)
+    store.put_sequence(0, {}, PARTS)
+    assert [part in summed for part in PARTS] == [is_on_disk] * 2
+    summed.clear()
+    assert store.read_sequence(0) == PARTS
+    assert summed == (PARTS if is_on_disk else [])
+
+
+def test_an_opening_that_fails_gives_the_directory_back(tmp_path):
+    store = jaxkv.BlockStore(tmp_path)
+    store.put_blocks({}, [PARTS])
+    store.close()
+    counter = tmp_path / "handles"
+    good = counter.read_text()
+    counter.write_text("many")
+    # The error is kept, and with it whatever its frames hold.
+    with pytest.raises(jaxkv.CacheError, match="cannot use") as failed:
+        jaxkv.BlockStore(tmp_path)
+    counter.write_text(good)
+    assert jaxkv.BlockStore(tmp_path).num_blocks == 1
+    assert failed.value is not None
 
 
 def test_copies_in_memory_go_in_order_of_their_last_use(tmp_path):

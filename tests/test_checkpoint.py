@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import full_except
+from stores import Killed
 
 import jaxkv
 
@@ -307,9 +308,6 @@ def test_a_tampered_array_is_refused(cache, saved, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_save_that_dies_before_its_rename_leaves_nothing_at_the_path(cache, saved, tmp_path):
-    class Killed(BaseException):
-        pass
-
     def audit(event, args):
         if armed and event == "os.rename" and str(tmp_path) in str(args[0]):
             struck.append(args[0])

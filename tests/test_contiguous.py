@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import fast_only
+from stores import with_noise
 
 import jaxkv
 from jaxkv.formats import FORMATS
@@ -110,13 +111,7 @@ def bits(cache):
 def test_a_long_sequence_is_copied_whole_in_parts(name):
     cache = make(name, batch=3, capacity=1040)
     cache, _ = jaxkv.reserve(cache, jnp.asarray([1030, 0, 0]), max_new_tokens=1030)
-    rng = np.random.default_rng(0)
-
-    def noise(leaf):
-        raw = np.frombuffer(rng.bytes(leaf.nbytes), leaf.dtype)
-        return jnp.asarray(raw.reshape(leaf.shape))
-
-    cache = dataclasses.replace(cache, layers=jax.tree.map(noise, cache.layers))
+    cache = with_noise(cache)
     before = bits(cache)
     cache = jaxkv.fork(cache, jnp.asarray([0]), jnp.asarray([1]))
     cache, plan = jaxkv.reserve(cache, jnp.asarray([0, 1, 0]))

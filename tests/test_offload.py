@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import full_except
+from stores import assert_no_leak, contents, either_store, raw, with_noise
 from test_hlo import NUM_BLOCKS, copies_of_pools
-from test_swap import assert_no_leak, contents, raw
 
 import jaxkv
 from jaxkv.formats import FORMATS
 
 # Part of the daily run: the fast part keeps to a step and what it is made of.
 pytestmark = pytest.mark.slow
+
+store = either_store
 
 S, T, BLOCK, COLUMNS, N, LAYERS = 2, 16, 8, 12, 2, 2
 
@@ -138,14 +140,7 @@ reserve = functools.partial(jaxkv.reserve, max_new_tokens=BLOCK * COLUMNS)
 
 def grown(lengths, **options):
     """A cache of random pages whose sequences have these lengths; no attention is compiled."""
-    cache = jaxkv.init(config_of("int8", **{"num_blocks": 24, **options}))
-    rng = np.random.default_rng(3)
-
-    def noise(leaf):
-        raw = rng.integers(0, 256, leaf.nbytes, np.uint8)
-        return jnp.asarray(raw.view(leaf.dtype).reshape(leaf.shape))
-
-    cache = dataclasses.replace(cache, layers=jax.tree.map(noise, cache.layers))
+    cache = with_noise(jaxkv.init(config_of("int8", **{"num_blocks": 24, **options})))
     cache, plan = reserve(cache, jnp.asarray(lengths))
     assert plan.granted.all()
     return cache
@@ -154,13 +149,6 @@ def grown(lengths, **options):
 def kinds(cache, slot):
     """One letter a column: resident, stored or none."""
     return "".join("r" if e >= 0 else "." if e == -1 else "s" for e in cache.block_tables[slot])
-
-
-@pytest.fixture(params=["memory", "disk"])
-def store(request, tmp_path):
-    store = jaxkv.BlockStore(None if request.param == "memory" else tmp_path)
-    yield store
-    store.close()
 
 
 def test_the_newest_blocks_stay_and_the_others_are_freed(store):

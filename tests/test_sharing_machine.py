@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from machines import run_machine
+from stores import Killed
 
 import jaxkv
 from jaxkv import codecs
@@ -77,10 +78,6 @@ def expected_rows():
             leaves += jax.tree.leaves((rows.data, rows.scales))
         layers.append([np.asarray(leaf) for leaf in leaves])
     return layers
-
-
-class Killed(BaseException):
-    """Ends the process, as far as the store can tell."""
 
 
 class Sharing:

@@ -3,21 +3,12 @@ import pathlib
 import zlib
 
 import pytest
+from stores import Killed, either_store
 
 import jaxkv
 
 PARTS = [b"first layer" * 10, b"second layer"]
-
-
-class Killed(BaseException):
-    """Ends the process, as far as the store can tell: no handler cleans up."""
-
-
-@pytest.fixture(params=["memory", "disk"])
-def store(request, tmp_path):
-    store = jaxkv.BlockStore(None if request.param == "memory" else tmp_path / "kv")
-    yield store
-    store.close()
+store = either_store
 
 
 def files(store):

@@ -1,17 +1,19 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import full_except
+from stores import assert_no_leak, contents, either_store, raw, with_noise
 
 import jaxkv
 from jaxkv.formats import FORMATS
 
 # Part of the daily run: the fast part keeps to a step and what it is made of.
 pytestmark = pytest.mark.slow
+
+store = either_store
 
 S, BLOCK, BLOCKS, COLUMNS = 3, 8, 12, 6
 
@@ -33,17 +35,8 @@ def config_of(name="turbo3", **options):
     )
 
 
-def noise(array, seed):
-    raw = np.random.default_rng(seed).integers(0, 256, array.nbytes, np.uint8)
-    return jnp.asarray(raw.view(array.dtype).reshape(array.shape))
-
-
-def filled(config, **scales):
-    """A cache whose pages hold random bytes: NaN, infinities and all."""
-    cache = jaxkv.init(config, **scales)
-    leaves, tree = jax.tree.flatten(cache.layers)
-    leaves = [noise(leaf, i) for i, leaf in enumerate(leaves)]
-    return dataclasses.replace(cache, layers=jax.tree.unflatten(tree, leaves))
+def noisy(config, **scales):
+    return with_noise(jaxkv.init(config, **scales))
 
 
 # Not jitted as a whole, so that caches of all formats share one compiled program.
@@ -56,42 +49,11 @@ def with_lengths(cache, lengths):
     return cache
 
 
-def contents(cache, slot, first=0):
-    """Raw bytes of a sequence from a column on, in all layers."""
-    used = -(-int(cache.lengths[slot]) // BLOCK)
-    ids = np.asarray(cache.block_tables[slot, first:used])
-    assert (ids >= 0).all()
-    return [
-        np.asarray(leaf)[ids].tobytes() for leaf in jax.tree.leaves(jax.device_get(cache.layers))
-    ]
-
-
-def raw(tree):
-    """Bytes of all leaves: NaN equals itself."""
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def assert_no_leak(cache, extra=()):
-    tables = np.asarray(cache.block_tables)
-    held = np.concatenate([tables[tables >= 0], np.asarray(extra, np.int32)])
-    counts = np.bincount(held, minlength=cache.config.num_blocks)
-    np.testing.assert_array_equal(np.asarray(cache.pool.counts), counts)
-    free = np.asarray(cache.pool.free_blocks)[: int(cache.num_free_blocks)]
-    assert sorted(free.tolist()) == np.flatnonzero(counts == 0).tolist()
-
-
-@pytest.fixture(params=["memory", "disk"])
-def store(request, tmp_path):
-    store = jaxkv.BlockStore(None if request.param == "memory" else tmp_path)
-    yield store
-    store.close()
-
-
 @pytest.mark.parametrize(
     "name", full_except([*FORMATS, "fp8k_turbo4v"], ["fp8k_turbo4v", "turbo3"])
 )
 def test_a_sequence_comes_back_byte_for_byte_in_other_blocks_and_another_slot(name, store):
-    cache = with_lengths(filled(config_of(name)), [5, 29, 8])
+    cache = with_lengths(noisy(config_of(name)), [5, 29, 8])
     want, old = contents(cache, 1), np.asarray(cache.block_tables[1, :4])
     cache = jaxkv.swap_out(cache, 1, store)
     assert cache.lengths.tolist() == [5, 0, 8] and int(cache.num_free_blocks) == BLOCKS - 2
@@ -107,7 +69,7 @@ def test_a_sequence_comes_back_byte_for_byte_in_other_blocks_and_another_slot(na
 
 def test_shared_blocks_are_copied_out_and_merely_released():
     store = jaxkv.BlockStore()
-    cache = with_lengths(filled(config_of()), [20, 0, 0])
+    cache = with_lengths(noisy(config_of()), [20, 0, 0])
     cache = jaxkv.fork(cache, jnp.asarray([0]), jnp.asarray([2]))
     want = contents(cache, 0)
     cache = jaxkv.swap_out(cache, 2, store, key="child")
@@ -119,7 +81,7 @@ def test_shared_blocks_are_copied_out_and_merely_released():
 
 def test_many_blocks_move_in_several_programs():
     config = config_of("int8", num_blocks=200, max_blocks_per_sequence=150)
-    cache = filled(config)
+    cache = noisy(config)
     cache, _ = jaxkv.reserve(cache, jnp.asarray([140 * BLOCK, 0, 0]), max_new_tokens=140 * BLOCK)
     want = contents(cache, 0)
     store = jaxkv.BlockStore()
@@ -129,7 +91,7 @@ def test_many_blocks_move_in_several_programs():
 
 
 def test_without_room_nothing_changes(store):
-    cache = jaxkv.swap_out(with_lengths(filled(config_of()), [40, 8, 0]), 0, store)
+    cache = jaxkv.swap_out(with_lengths(noisy(config_of()), [40, 8, 0]), 0, store)
     cache = with_lengths(cache, [0, 40, 40])
     before = raw(cache)
     with pytest.raises(jaxkv.CacheError, match="needs 5 free blocks, there are 1"):
@@ -142,7 +104,7 @@ def test_without_room_nothing_changes(store):
 
 
 def test_a_full_store_leaves_the_sequence_where_it_is(tmp_path):
-    cache = with_lengths(filled(config_of()), [40, 8, 0])
+    cache = with_lengths(noisy(config_of()), [40, 8, 0])
     before = raw(cache)
     for store in (jaxkv.BlockStore(max_bytes=1000), jaxkv.BlockStore(tmp_path, max_bytes=1000)):
         with pytest.raises(jaxkv.CacheError, match="full"):
@@ -152,7 +114,7 @@ def test_a_full_store_leaves_the_sequence_where_it_is(tmp_path):
 
 
 def test_another_process_and_another_pool_take_the_sequence(tmp_path):
-    cache = with_lengths(filled(config_of()), [29, 0, 0])
+    cache = with_lengths(noisy(config_of()), [29, 0, 0])
     want = contents(cache, 0)
     store = jaxkv.BlockStore(tmp_path)
     jaxkv.swap_out(cache, 0, store, key="talk")
@@ -165,7 +127,7 @@ def test_another_process_and_another_pool_take_the_sequence(tmp_path):
 
 def test_bytes_that_mean_something_else_are_refused():
     store = jaxkv.BlockStore()
-    cache = with_lengths(filled(config_of("fp8"), k_scales=0.5), [20, 0, 0])
+    cache = with_lengths(noisy(config_of("fp8"), k_scales=0.5), [20, 0, 0])
     jaxkv.swap_out(cache, 0, store)
     with pytest.raises(jaxkv.CacheError, match="other fp8 scales"):
         jaxkv.swap_in(jaxkv.init(config_of("fp8")), 0, store)

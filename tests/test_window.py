@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_swap import assert_no_leak
+from stores import assert_no_leak
 
 import jaxkv
 

@@ -140,5 +140,7 @@ def test_no_step_of_online_calibration_copies_a_pool():
     cache = make_cache("fp8", online_calibration=jaxkv.OnlineCalibration(window=40))
     x = jnp.zeros((2, 1, 6, 64))
     program = jax.jit(in_while_loop, donate_argnums=0).lower(cache, x).compile()
-    assert copies_of_pools(program.as_text()) == []
+    text = program.as_text()
+    assert f"u8[{NUM_BLOCKS},2,8,64]" in text
+    assert copies_of_pools(text) == []
     assert program.memory_analysis().alias_size_in_bytes >= cache.nbytes

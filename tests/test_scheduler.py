@@ -49,8 +49,22 @@ def tiny_model():
     return model
 
 
+class Watched(Scheduler):
+    """Notes where near ties were counted: (request, place in its answer)."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.tied = set()
+
+    def _emit(self, request, report, slot):
+        place, before = len(request.known), self.statistics.near_ties
+        super()._emit(request, report, slot)
+        if self.statistics.near_ties > before:
+            self.tied.add((request.id, place))
+
+
 def make(config=CONFIG, **options):
-    return Scheduler(tiny_model(), jaxkv.init(config), chunk=16, **options)
+    return Watched(tiny_model(), jaxkv.init(config), chunk=16, **options)
 
 
 @functools.cache
@@ -77,6 +91,12 @@ def run_in(order, prompts, scheduler, pause=2):
             scheduler.step()
     answers = scheduler.run()
     return [answers[numbers[i]] for i in sorted(numbers)]
+
+
+def assert_as_alone(scheduler, number, answer, expected):
+    """No token of an answer differs before a near tie; a cancelled one may be shorter."""
+    differ = [i for i, (a, b) in enumerate(zip(answer, expected)) if a != b]
+    assert not differ or (number, differ[0]) in scheduler.tied
 
 
 def assert_clean(scheduler, held=0):
@@ -110,9 +130,8 @@ def test_company_and_recomputing_change_nothing(order):
     answers = run_in(order, PROMPTS, scheduler)
     s = scheduler.statistics
     assert s.recomputes > 0 and s.tokens_recomputed > 0
-    if s.near_ties == 0:
-        assert answers == [alone(p) for p in PROMPTS]
     assert (s.flips, s.near_ties) == (0, 0)
+    assert answers == [alone(p) for p in PROMPTS]
     assert 0 < s.rounding < 1e-2
     assert_clean(scheduler)
 
@@ -131,7 +150,7 @@ def test_flips_and_near_ties_are_counted():
     scheduler.run()
     s = scheduler.statistics
     assert s.flips >= 1 and s.largest_flip > 0
-    assert s.near_ties >= NEW - 3
+    assert len(scheduler.tied) == s.near_ties >= NEW - 3
 
 
 def test_all_of_it_is_one_compiled_step():
@@ -333,9 +352,11 @@ def test_formats_share_and_preempt_alike(fmt):
     config = dataclasses.replace(CONFIG, format=fmt)
     prefix = jaxkv.PrefixCache(config)
     scheduler = make(config, prefix=prefix)
-    answers = run_in((1, 4, 0, 5, 2, 3), CHATS, scheduler, pause=1)
-    differ = sum(a != alone(p, config) for a, p in zip(answers, CHATS))
-    assert differ <= scheduler.statistics.near_ties
+    order = (1, 4, 0, 5, 2, 3)
+    answers = run_in(order, CHATS, scheduler, pause=1)
+    for number, i in enumerate(order):
+        assert len(answers[i]) == NEW
+        assert_as_alone(scheduler, number, answers[i], alone(CHATS[i], config))
     assert scheduler.statistics.recomputes > 0 and scheduler.statistics.tokens_reused > 0
     assert_clean(scheduler, held=len(prefix))
 
@@ -386,11 +407,8 @@ def test_any_arrival_order_pace_and_change_of_mind(data):
             gone.add(unwanted)
             scheduler.cancel(numbers[unwanted])
     answers = scheduler.run()
-    differ = 0
     for i, number in numbers.items():
-        answer, expected = answers[number], alone(prompts[i])
-        assert len(answer) == NEW or i in gone
-        differ += answer != expected[: len(answer)]
-    assert differ <= scheduler.statistics.near_ties
+        assert len(answers[number]) == NEW or i in gone
+        assert_as_alone(scheduler, number, answers[number], alone(prompts[i]))
     assert store is None or store.nbytes == 0
     assert_clean(scheduler, held=0 if prefix is None else len(prefix))

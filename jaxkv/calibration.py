@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._buckets import bucket
 from jaxkv._forward import feed
 from jaxkv.cache import LayerPages, check, init
 from jaxkv.codecs.floats import E4M3_MAX
@@ -203,7 +204,7 @@ def _batch_moments(
     if not rows:
         return
     longest = max(map(len, rows))
-    chunk = min(_CHUNK, max(_MIN_CHUNK, 1 << (longest - 1).bit_length()))
+    chunk = min(_CHUNK, bucket(longest, _MIN_CHUNK))
     columns = -(-longest // chunk) * -(-chunk // config.block_size)
     cache = init(
         CacheConfig(

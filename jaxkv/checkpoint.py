@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import blocks, online
+from jaxkv._buckets import bucket
 from jaxkv.cache import PagedCache, init, require_open
 from jaxkv.config import CacheConfig
 from jaxkv.contiguous import ContiguousCache, init_contiguous
@@ -330,8 +331,7 @@ def _load_sequence(
     columns = arrays.pop(_COLUMNS)
     _require_room(cache, manifest["length"], len(columns))
     _require_sequence_arrays(cache, arrays, len(columns))
-    # Padded to powers of two, so that few shapes are compiled.
-    size = 1 << (len(columns) - 1).bit_length()
+    size = bucket(len(columns))
     padded = {
         name: _pad(array, size) if _field(name) == _BY_BLOCK else array
         for name, array in arrays.items()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._buckets import bucket
 from jaxkv.cache import PagedCache, release, reserve
 from jaxkv.sequences import StepPlan, over_resident_limit
 from jaxkv.store import BlockStore
@@ -233,11 +234,6 @@ def _choice(
     )
 
 
-def _bucket(size: int, smallest: int) -> int:
-    """The next power of two, at least `smallest`."""
-    return max(smallest, 1 << (size - 1).bit_length())
-
-
 def _start(cache: PagedCache, num_prompts: int, max_new_tokens: int) -> _State:
     slots = cache.config.max_sequences
 
@@ -245,7 +241,7 @@ def _start(cache: PagedCache, num_prompts: int, max_new_tokens: int) -> _State:
         return jnp.zeros(slots, dtype)
 
     return _State(
-        tokens=jnp.zeros((slots, _bucket(max_new_tokens, _MIN_BUFFER)), jnp.int32),
+        tokens=jnp.zeros((slots, bucket(max_new_tokens, _MIN_BUFFER)), jnp.int32),
         lengths=zeros(jnp.int32),
         last=zeros(jnp.int32),
         is_live=jnp.arange(slots) < num_prompts,
@@ -269,7 +265,7 @@ def _prefill(
     lengths = np.zeros(state.lengths.shape, np.int64)
     lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
     longest = int(lengths.max())
-    chunk = min(prefill_chunk, _bucket(longest, _MIN_CHUNK))
+    chunk = min(prefill_chunk, bucket(longest, _MIN_CHUNK))
     if state.cache.config.exact_recent:
         chunk = min(chunk, state.cache.config.max_step_tokens)
     tokens = np.zeros((len(lengths), -(-longest // chunk) * chunk), np.int32)

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxkv import blocks, online
+from jaxkv._buckets import padded
 from jaxkv.blocks import BlockPool
 from jaxkv.cache import PagedCache
 from jaxkv.config import CacheConfig
@@ -333,11 +334,11 @@ class PrefixCache:
         self,
         cache: PagedCache,
         ids: Sequence[int] | np.ndarray,
-        verb: Callable[[BlockPool, jax.Array], BlockPool],
+        verb: Callable[[BlockPool, np.ndarray], BlockPool],
     ) -> PagedCache:
         if len(ids) == 0:
             return cache
-        return dataclasses.replace(cache, pool=verb(cache.pool, _padded(ids)))
+        return dataclasses.replace(cache, pool=verb(cache.pool, padded(ids, -1)))
 
 
 def _below(top: _Node) -> list[_Node]:
@@ -361,19 +362,12 @@ def _chain(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.blake2b(parent + tokens, digest_size=16).digest()
 
 
-def _padded(ids: Sequence[int] | np.ndarray) -> jax.Array:
-    """Ids padded with -1 to a power of two, so that few shapes are compiled."""
-    padded = np.full(1 << max(len(ids) - 1, 0).bit_length(), -1, np.int32)
-    padded[: len(ids)] = ids
-    return jnp.asarray(padded)
-
-
 def _counts(cache: PagedCache, ids: Sequence[int]) -> list[int]:
     """Reference counts of blocks, fetched together."""
     if len(ids) == 0:
         return []
-    padded = _padded(ids)
-    return np.asarray(_gather(cache.pool.counts, padded))[: len(ids)].tolist()
+    counts = _gather(cache.pool.counts, padded(ids, -1))
+    return np.asarray(counts)[: len(ids)].tolist()
 
 
 @jax.jit

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import blocks, online
+from jaxkv._buckets import padded
 from jaxkv.blocks import BlockPool
 from jaxkv.cache import PagedCache, release, require_open
 from jaxkv.config import CacheConfig
@@ -25,9 +26,9 @@ from jaxkv.faults import CacheError
 from jaxkv.sequences import Sequences
 from jaxkv.store import BlockStore, Key, Part
 
-# Blocks that move in one program; fewer are padded to a power of two from the smallest on.
+# Blocks that move in one program; fewer are padded to a power of two from 8 on.
 _MOST_BLOCKS = 64
-_FEWEST_BLOCKS = 8
+_padded = functools.partial(padded, least=8)
 
 
 def swap_out(
@@ -330,14 +331,6 @@ def write_pages(
                 leaves[i] = _scatter(leaves[i], group, block)
         layers.append(jax.tree.unflatten(tree, leaves))
     return dataclasses.replace(cache, layers=tuple(layers))
-
-
-def _padded(ids: np.ndarray, fill: int) -> np.ndarray:
-    """Ids padded to a power of two, so that few shapes are compiled."""
-    size = max(_FEWEST_BLOCKS, 1 << max(len(ids) - 1, 0).bit_length())
-    padded = np.full(size, fill, np.int32)
-    padded[: len(ids)] = ids
-    return padded
 
 
 def _padded_places(

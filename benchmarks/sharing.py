@@ -126,20 +126,33 @@ def filled_cache(fmt: str, tokens: int) -> jaxkv.PagedCache:
     return dataclasses.replace(cache, layers=jax.tree.map(random_pages, cache.layers))
 
 
+def forget_cached(folder: str) -> None:
+    """Asks the system to drop its copies of files, so that they are next read from the disk."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for entry in os.scandir(folder):
+        with open(entry.path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def swap(options: argparse.Namespace) -> str:
-    """GB/s of a sequence that goes to the host, or to disk, and comes back."""
+    """GB/s of a sequence that goes to the host, or to disk, and comes back.
+
+    What comes back from disk was read there: the store keeps no copy, nor is the system to.
+    """
     rows = []
     for fmt in FORMATS:
         for where in ("memory", "disk"):
             cache = filled_cache(fmt, options.tokens)
             size = options.tokens * cache.config.bytes_per_token
             with tempfile.TemporaryDirectory() as folder:
-                path = os.path.join(folder, "store") if where == "disk" else None
-                store = jaxkv.BlockStore(path, max_bytes=2**32)
+                path = folder if where == "disk" else None
+                store = jaxkv.BlockStore(path, max_bytes=2**32, memory_bytes=0)
                 seconds_out, seconds_in = [], []
                 for _ in range(ROUNDS + 1):
                     seconds, cache = timed(lambda c=cache, s=store: jaxkv.swap_out(c, 0, s))
                     seconds_out.append(seconds)
+                    forget_cached(folder)
                     seconds, cache = timed(lambda c=cache, s=store: jaxkv.swap_in(c, 0, s))
                     seconds_in.append(seconds)
             # The first round compiles.

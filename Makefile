@@ -38,6 +38,8 @@ test: lint $(VENV)/.cuda
 	$(PYTEST) -m "not full"
 	$(MAKE) --no-print-directory test-fast-oldest ONLY="$(OLDEST_DAILY)"
 
+# What counts here is time: `make test` compiles codecs, attention and copies as users do.
+test-fast: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
 test-fast: $(VENV)/.test
 	$(PYTEST) -m "not slow and not full"
 

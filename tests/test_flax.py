@@ -91,6 +91,7 @@ def test_prefill_and_decode_equal_plain_attention(options):
     assert cache.lengths.tolist() == [10, 6]
 
 
+@pytest.mark.slow
 def test_packed_equals_padded():
     attention, x = make_attention(), inputs()
     counts = jnp.asarray(LENGTHS)

@@ -29,6 +29,7 @@ def shared_cache():
     return jaxkv.trim(cache, [-1, 8, -1])
 
 
+@pytest.mark.slow
 def test_each_block_shows_its_holder():
     picture = jaxkv.render(shared_cache())
     # Blocks 0 and 1: slot 0, the first also slot 1. 2: slot 2 and the prefix cache. 3: that alone.

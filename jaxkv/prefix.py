@@ -230,9 +230,12 @@ class PrefixCache:
           cache: the newest cache.
           slot: the sequence.
 
+        Returns:
+          The number of its blocks that later prompts may find.
+
         Raises:
           ValueError: no such slot.
-          CacheError: the cache is not the one this tree follows.
+          CacheError: the config of the cache is not this tree's.
         """
         self._require_slot(cache, slot)
         held = [node.block for node in self._nodes.values()]
@@ -263,7 +266,7 @@ class PrefixCache:
         forgotten: list[_Node] = []
         # Children are never used later than their parent, nor added earlier: the deepest lead.
         unheld = [n for n in reversed(self._nodes.values()) if counts[n.block] == 1]
-        for top in sorted(unheld, key=lambda n: n.last_use)[: max(wanted, 0)]:
+        for top in heapq.nsmallest(wanted, unheld, key=lambda n: n.last_use):
             evicted.append(top)
             forgotten += _below(top)
             for node in [*_below(top), top]:

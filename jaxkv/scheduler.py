@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import online
+from jaxkv._packed_step import Report, Work, packed_step
 from jaxkv.cache import PagedCache, release, trim
 from jaxkv.faults import CacheError
-from jaxkv.packed_step import Report, Work, packed_step
 from jaxkv.prefix import PrefixCache
 from jaxkv.sequences import Refusal
 from jaxkv.store import BlockStore

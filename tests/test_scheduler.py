@@ -14,7 +14,7 @@ from logits_only import LogitsOnly
 from marks import full_except
 
 import jaxkv
-import jaxkv.packed_step
+import jaxkv._packed_step
 from jaxkv.models import Llama, LlamaConfig
 from jaxkv.scheduler import Scheduler
 
@@ -154,9 +154,9 @@ def test_flips_and_near_ties_are_counted():
 
 
 def test_all_of_it_is_one_compiled_step():
-    jaxkv.packed_step.packed_step.clear_cache()
+    jaxkv._packed_step.packed_step.clear_cache()
     run_in(range(6), CHATS, make(prefix=jaxkv.PrefixCache(CONFIG)), pause=1)
-    assert jaxkv.packed_step.packed_step._cache_size() == 1
+    assert jaxkv._packed_step.packed_step._cache_size() == 1
 
 
 @pytest.mark.parametrize("order", [range(6), (5, 2, 0, 4, 3, 1)])

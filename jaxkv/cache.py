@@ -587,8 +587,8 @@ def _encode_both(
 ) -> tuple[tuple[codecs.Encoded, Audit], tuple[codecs.Encoded, Audit]]:
     """Encoded rows and audit of either side.
 
-    Two sides alike as one where few rows make the program, not the data, the cost: it compiles in
-    two thirds of the time.
+    Two sides alike go as one where few rows make the program, not the data, the cost: a smaller
+    program compiles faster.
     """
     n = len(k)
     if n > _FEW_ROWS or spec.k != spec.v or spec.k.format.has_layer_scale:
